@@ -10,7 +10,7 @@ float16, on any device. They share these options:
 
 The formulas run in float64 for a float64 weight, and in float32 for every other dtype. Returned
 weights have the shape and the dtype of the latent weight. All functions raise InputTypeError if
-the weight is not floating point or an option has a wrong type. They raise InputError if an option
+the weight is not floating point or an option has the wrong type. They raise InputError if an option
 is out of range or does not fit the weight.
 """
 
@@ -44,7 +44,7 @@ def relaxed_ternary(
         The effective weight, in the shape and dtype of ``weight``.
 
     Raises:
-        InputTypeError: If the weight is not floating point, or an option has a wrong type.
+        InputTypeError: If the weight is not floating point, or an option has the wrong type.
         InputError: If an option is out of range or does not fit the weight. `hard_ternary` and
             `ternary_codes` raise the same errors.
     """
@@ -87,8 +87,8 @@ def relaxed_fairy2i(
 ) -> Tensor:
     """Return the effective weight of Fairy2i-H, differentiable in ``weight``.
 
-    A pair of complex matrices stands for the real one. Each of their entries becomes a code 1, i,
-    -1 or -i times a scale, and the rest is quantized in the same way ``num_stages`` times.
+    The weight is rewritten as two complex matrices of half the size. Each of ``num_stages`` stages
+    replaces the entries of what the previous stages left by a code 1, i, -1 or -i times a scale.
 
     Args:
         weight: The latent weight, (out_features, in_features), both even.
@@ -98,8 +98,11 @@ def relaxed_fairy2i(
         granularity: "tensor", or the number of complex columns that share scales, which divides
             in_features / 2.
 
+    Returns:
+        The effective weight, in the shape and dtype of ``weight``.
+
     Raises:
-        InputTypeError: If the weight is not floating point, or an option has a wrong type.
+        InputTypeError: If the weight is not floating point, or an option has the wrong type.
         InputError: If an option is out of range or does not fit the weight. `hard_fairy2i` and
             `fairy2i_codes` raise the same errors.
     """

@@ -235,6 +235,9 @@ def test_cost_of_every_method(tmp_path):
     assert all(row["seconds"] > 0 and row["peak"] > 0 for [row] in measured.values())
     seconds = measured["bare"][0]["seconds"]
     assert f"| bare | {seconds:.3f} | {seconds:.3f} | 1.000 |" in table
+    turns = ("--config", "demo", "--out", tmp_path / "turns", "--methods", "bare", "Hestia")
+    table = run("cost.py", "--together", *turns, *few)
+    assert re.search(r"\| bare \| \d\.\d{4} \| 1\.000 \| 1\.000 \|\n\| Hestia \| \d\.\d", table)
 
 
 @pytest.mark.slow

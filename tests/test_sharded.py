@@ -1,5 +1,6 @@
 """Test that quantizing shards equals quantizing the whole: one and two ranks, every method."""
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -313,6 +314,13 @@ def test_rounded_latents_are_refused():
     layer.weight = latent
     model.bfloat16()
     assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_signature_of_fsdps_hook_is_made_once():
+    hooks = [LatentShard(torch.ones(2, 3)).fsdp_pre_all_gather for _ in range(2)]
+    signatures = [inspect.signature(hook) for hook in hooks]
+    names = ["mesh", "outer_size", "outer_stride", "module", "mp_policy"]
+    assert [*signatures[0].parameters] == names and signatures[0] is signatures[1]
 
 
 def test_a_non_blocking_move_copies_latents_only_when_they_are_read():

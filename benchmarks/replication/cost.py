@@ -10,6 +10,9 @@ slowest is printed beside it): of a round the fastest of its ``--steps`` steps a
 memory is that of these steps, on a CPU that of the whole process with its imports. "plain" leaves
 the linears as they are: float32 weights and optimizer, computing in the config's dtype.
 "straight-through" is the same kernel as Hestia's at temperature 0 and pressure 1.
+``--together`` measures all methods in one process instead, where they take turns step by step, and
+prints the median of the ratios of neighboring steps too: for a machine that others share. It does
+not measure memory.
 ``--profile`` prints where the time of a step goes. "Hestia, uniform" has one temperature for all
 layers; "Hestia" has a temperature for each layer, from made-up sensitivity scores between 0 and 1.
 
@@ -22,6 +25,7 @@ import argparse
 import json
 import logging
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -265,6 +269,27 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     return {"seconds": min(seconds[_WARM_UP:]), "peak": peak}
 
 
+def measure_together(options: argparse.Namespace) -> None:
+    """Print the seconds of a step of every method, which take turns in this process."""
+    made = {name: make_step(options, name) for name in options.methods}
+    if any(is_cuda for _, is_cuda in made.values()):
+        sys.exit("--together measures on a CPU; leave it out, or add device=cpu to --overrides")
+    methods = {name: step for name, (step, _) in made.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    first = options.methods[0]
+    for count in range(_WARM_UP + options.steps):
+        for name, step in methods.items():
+            started = time.perf_counter()
+            step()
+            if count >= _WARM_UP:
+                seconds[name].append(time.perf_counter() - started)
+    print(f"| method | seconds a step | against {first} | median of ratios |\n|---|---:|---:|---:|")
+    for name, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, seconds[first], strict=True)]
+        ratio = min(own) / min(seconds[first])
+        print(f"| {name} | {min(own):.4f} | {ratio:.3f} | {statistics.median(ratios):.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135m")
@@ -275,6 +300,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=1024, help="if the config names none")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--together", action="store_true", help="on a CPU, in one process")
     parser.add_argument("--ranks", type=int, default=1, help="processes, which FSDP2 shards over")
     parser.add_argument("--out", default="runs/replication/cost")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -289,6 +315,9 @@ def main() -> None:
             print(json.dumps(found_here))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        return
+    if options.together:
+        measure_together(options)
         return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
     command = [sys.executable, "-W", "ignore"]

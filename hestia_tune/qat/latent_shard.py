@@ -5,6 +5,11 @@ FSDP2 gathers in its place. The parameter is a wrapper around the plain rows. It
 call per operator on it, a few in every step.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -36,6 +41,24 @@ def _is_late_move(shard, device=None, dtype=None, non_blocking=False, **options)
     """
     moves = device not in (None, shard.device) and dtype in (None, shard.dtype)
     return moves and non_blocking
+
+
+class _Hook:
+    """A method that knows its signature.
+
+    FSDP2 calls `inspect.signature` on the hook in every gather of every parameter, and on a plain
+    method that takes longer than the gather.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function, self.__doc__ = function, function.__doc__
+        _, *own = inspect.signature(function).parameters.values()
+        self._signature = inspect.Signature(own)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        bound = functools.partial(self._function, instance)
+        bound.__signature__ = self._signature  # type: ignore[attr-defined]
+        return bound
 
 
 class LatentShard(torch.Tensor):
@@ -108,6 +131,7 @@ class LatentShard(torch.Tensor):
         out = tree_map_only(torch.Tensor, lambda t: cls(t, key), out)
         return return_and_correct_aliasing(func, args, options, out)
 
+    @_Hook
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
         effective = module.effective_rows[self.key].to(self.device, non_blocking=True)

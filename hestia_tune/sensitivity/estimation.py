@@ -134,18 +134,20 @@ class SensitivityArtifact:
     Args:
         traces: Fully qualified name -> trace of the diagonal block of this weight, in the Hessian
             (Eq. 12) or in the Gauss-Newton matrix. The loss is in nats per token.
-        standard_errors: Standard errors of the traces, as estimates for the calibration samples.
-        scores: s_i in (0, 1) (Eq. 13). Empty: computed with kappa and epsilon of the estimator.
+        standard_errors: Standard errors of the traces from the probes, for these samples.
+        scores: s_i in (0, 1) (Eq. 13). If empty, computed from the traces with the estimator's
+            kappa and epsilon.
         model_fingerprint: What `hestia_tune.sensitivity.model_fingerprint` returns.
         probes: Number of matrix-vector products (or backward passes) per trace. Empty: unknown.
         estimator: Method, settings and seed of the estimation.
         dataset: Identity of the calibration samples.
         tokens_seen: Number of tokens predicted in the calibration samples.
-        wall_time_seconds: Time of the estimation since its last start.
+        wall_time_seconds: Time since the last start of the estimation.
 
     Raises:
         InputError: If a number is out of range (the error names the layer), if two mappings have
-            different layers, or if there are no scores and no trace exceeds two standard errors.
+            different layers, or if there are no scores and no trace is more than two standard
+            errors above zero.
     """
 
     traces: dict[str, float]
@@ -251,7 +253,7 @@ def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     """Return a digest of the pretrained weights of the quantized linears.
 
     The digest is of names, shapes and values as bfloat16, so a bfloat16 checkpoint and its float32
-    copy have the same.
+    copy have the same digest.
 
     Args:
         weights: Fully qualified name -> pretrained weight, in any dtype.
@@ -354,9 +356,9 @@ def estimate_sensitivity(
     same result.
 
     Args:
-        model: The pretrained model, not prepared, on any device. It takes tokens and the
-            ``model_inputs`` of a batch, and returns logits (batch, seq_len, vocabulary). It is not
-            changed.
+        model: The pretrained model, not prepared, on any device. It is called as
+            ``model(tokens, **model_inputs)``, and returns logits (batch, seq_len, vocabulary). It
+            is not changed.
         weights: Fully qualified name -> weight of each layer that will be quantized, in float32 or
             float64.
         batches: The calibration samples.
@@ -364,12 +366,13 @@ def estimate_sensitivity(
         seed: Seed of the probes.
         journal: File of measurements, from which a later call continues
             (`hestia_tune.sensitivity.estimation.Journal`). None: they are not kept.
-        identity: What the measurements depend on, if the caller has computed it for the journal.
-            None: it is computed.
+        identity: The key that a journal is checked against, if it is known already. None: it is
+            computed.
 
     Raises:
         InputTypeError: If a weight has a lower precision than float32.
-        InputError: If there is nothing to measure, or no trace exceeds two of its standard errors.
+        InputError: If there is nothing to measure, or no trace is more than two standard errors
+            above zero.
         NotFiniteError: If a product is not finite. The error names the layer and the batch.
     """
     settings = settings or EstimationConfig()
