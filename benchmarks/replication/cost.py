@@ -283,6 +283,11 @@ def measure_together(options: argparse.Namespace) -> None:
             step()
             if count >= _WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
+    if torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+        torch.distributed.destroy_process_group()
+        if rank > 0:
+            return
     print(f"| method | seconds a step | against {first} | median of ratios |\n|---|---:|---:|---:|")
     for name, own in seconds.items():
         ratios = [a / b for a, b in zip(own, seconds[first], strict=True)]
@@ -316,13 +321,16 @@ def main() -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return
-    if options.together:
-        measure_together(options)
-        return
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
     command = [sys.executable, "-W", "ignore"]
     if options.ranks > 1:
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
+    if options.together and num_ranks() == options.ranks:
+        measure_together(options)
+        return
+    if options.together:
+        subprocess.run([*command, __file__, *sys.argv[1:]], check=True)
+        return
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
     for _ in range(options.rounds):
         for name in options.methods:
             child = [*command, __file__, "--child", name, *sys.argv[1:]]
