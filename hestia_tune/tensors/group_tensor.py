@@ -131,7 +131,7 @@ class GroupTensor(PackedTensor):
 
     @functools.cached_property  # Files of earlier versions hold it, and may set it.
     def block_size(self) -> tuple[int, ...]:
-        """Return how many weights share a scale, along each axis of the weight.
+        """Number of weights that share a scale along each axis of the weight.
 
         It is (1, group_size), (1, in_features) per channel, or (out_features, in_features) per
         tensor.

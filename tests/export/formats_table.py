@@ -100,20 +100,18 @@ Tables = dict[str, dict[str, dict[str, str]]]
 
 def registry_table() -> str:
     """Return the table of all formats in the registry."""
-    heads = ("format", "what it is", "runs in", "codes", "groups", "models", "experts", "extra")
+    heads = ("format", "what it is", "runs in", "codes", "groups", "experts", "extra")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for form in all_formats():
         codes = [", ".join(name for levels, name in KINDS.items() if levels in form.codes)]
         codes += ["powers of i"] * any(map(is_complex, form.codes))
         codes += ["none"] * (() in form.codes)
-        names = [name.removesuffix("ForCausalLM") for name in form.architectures]
         cells = (
             f"`{form.name}`",
             form.about,
             form.runs_in,
             "; ".join(codes),
             f"multiples of {form.group_multiple}" if form.group_multiple > 1 else "any",
-            ", ".join(names) or "any",
             "yes" if form.holds_stacks else "no",
             f"`{form.extra}`" if form.extra else "",
         )

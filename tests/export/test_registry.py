@@ -140,7 +140,7 @@ def test_a_toy_format_is_left_out_where_it_does_not_fit(toy, tmp_path, capsys):
 def test_a_toy_format_in_the_table_of_the_documentation(toy):
     from formats_table import columns, registry_table
 
-    row = f"| `toy` | {TOY.about} | numpy | ternary | multiples of 16 | Llama | no |"
+    row = f"| `toy` | {TOY.about} | numpy | ternary | multiples of 16 | no |"
     assert row in registry_table()
     assert columns()["toy"] == ["convert.formats=[toy]"]
 
