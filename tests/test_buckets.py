@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hestia_tune import (
@@ -124,6 +125,17 @@ def test_a_bucket_that_is_laid_out_equals_one_that_is_not(name):
         with torch.no_grad():
             next(iter(model.parameters())).mul_(0.5)
     assert not torch.equal(same()[0], second[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_estimates_lay_out_tensors_without_memory():
+    with FakeTensorMode():
+        component = HestiaQATQuantizer(group_size=32, include=["*"])
+        layers = nn.ModuleList([nn.Linear(64, 8, bias=False) for _ in range(2)])
+        model = component.prepare(nn.ModuleDict({"layers": layers}))
+        (bucket,) = buckets_of(quantized_linears(model).values())
+        bucket.lay_out()
+        assert [each["weight"].shape for each in bucket.quantize(torch.bfloat16)] == [(8, 64)] * 2
 
 
 def test_a_bucket_that_is_laid_out_concatenates_gradients_only():

@@ -864,7 +864,11 @@ ollama create my-model -f MODEL/Modelfile && ollama run my-model
         rows = compare_types(source, path, block_type, measure=True)
         if not rows:  # no weight is quantized
             return ""
-        lines = [types_table(rows), "Another type: convert.block_type=NAME convert.overwrite=True"]
+        section = conversion.config.convert
+        options = "convert.block_type=NAME convert.overwrite=True"
+        if section.source != "trained":
+            options += f" {shlex.quote(f'convert.source={section.source}')}"
+        lines = [types_table(rows), f"Another type: {options}"]
         if advice := smaller_type(source):
             lines.append(advice)
         return "\n".join(lines)

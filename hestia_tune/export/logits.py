@@ -495,7 +495,10 @@ def compare_gguf(source: ModelFolder, path: Path, runs: Mapping[str, int]) -> No
                 f"{share:.2g} instead of at most {most:.2g}{behind}; leave gguf out of "
                 "convert.formats"
             )
-        shares.append(f"{share:.1%} on {text.shape[1]} tokens (8-bit activations: {noise:.1%})")
+        shares.append(
+            f"{share:.1%} on {text.shape[1]} tokens, at most {most:.1%} allowed "
+            f"(8-bit activations alone: {noise:.1%})"
+        )
     log.info(f"relative difference of the logits in llama.cpp: {', '.join(shares)}")
     if not reaches:
         log.info(f"no text behind the {limits} was compared: it would take minutes, or not fit")

@@ -136,11 +136,13 @@ class _Joint:
         parts = self.rows.view(-1).split([value.numel() for value in values])
         for value, part in zip(values, parts, strict=True):
             value.data = part.view(value.shape)
-        self._places = [value.data_ptr() for value in values]
+        has_memory = type(self.rows) is Tensor  # not a FakeTensor of an estimate
+        self._places = [value.data_ptr() for value in values] if has_memory else None
 
     def is_intact(self) -> bool:
         """Return whether the tensors still have this memory; `move` gives them another."""
-        return [value.data_ptr() for value in self._values] == self._places
+        places = self._places
+        return places is None or [value.data_ptr() for value in self._values] == places
 
 
 def _concatenated(values: Iterable[Tensor], width: int) -> Tensor:

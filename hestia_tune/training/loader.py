@@ -516,8 +516,9 @@ class TrainingData:
         if passes > _FEW_PASSES:
             files = getattr(getattr(dataset, "config", None), "files", "dataset")
             about = f"{size}, " if size else ""
+            number = max(1, round(count))
             self._report(
-                f"{files} is short ({about}{max(1, round(count)):,} sequences of up to "
+                f"{files} is short ({about}{number:,} sequence{'s' * (number != 1)} of up to "
                 f"{self.seq_len} tokens): the run will read it {passes:,.0f} times; add data, or "
                 f"lower max_steps (now {self.total_steps:,})"
             )

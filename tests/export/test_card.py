@@ -112,6 +112,7 @@ def test_card_of_an_untrained_model_claims_no_training(trained, tmp_path):
     card, rows = read(tmp_path / "converted" / "huggingface")
     assert card.data.license == "apache-2.0" and card.data.base_model == "owner/Tiny-1M"
     assert not {"trained", "data", "tokens", "pretrained"} & rows.keys()
+    assert rows["training"] == ["none: the weights of the base model, rounded"]
 
 
 def test_card_of_a_reconstruction(trained, tmp_path):
@@ -120,7 +121,8 @@ def test_card_of_a_reconstruction(trained, tmp_path):
     ReconstructionRecipe(Run.of(make_config(folder, tmp_path, *options))).run()
     end_process_group()
     _, rows = read(tmp_path / "reconstruction" / "hard_model")
-    assert rows["tokens"] == ["128"] and "reconstructed, hard" in rows and "trained" not in rows
+    assert rows["tokens"] == ["128"] and "reconstructed, hard" in rows
+    assert not {"trained", "training"} & rows.keys()
 
 
 @pytest.mark.parametrize("readme", ["---\n[: not yaml\n---\n", "no metadata\n", None])

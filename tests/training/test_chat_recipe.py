@@ -320,7 +320,7 @@ def test_short_data_are_reported(chat_dir, tmp_path, chats, caplog):
     cfg = config(chat_dir, tmp_path / "a", chats, "max_steps=500", dataset=text)
     log = told(caplog, cfg)
     # 53 tokens with EOS, and 500 steps of 4 sequences of 64 tokens.
-    assert "short.txt is short (52 characters, 1 sequences of up to 64 tokens)" in log
+    assert "short.txt is short (52 characters, 1 sequence of up to 64 tokens)" in log
     assert "the run will read it 2,415 times; add data, or lower max_steps (now 500)" in log
     caplog.clear()
     assert "is short" not in told(caplog, config(chat_dir, tmp_path / "b", chats, "max_steps=8"))
