@@ -66,7 +66,7 @@ def hard_ternary(weight: Tensor, *, group_size: GroupSize = 128) -> Tensor:
 
 
 def ternary_codes(weight: Tensor, *, group_size: GroupSize = 128) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales whose product is `hard_ternary`.
+    """Return the codes and the scales whose product is `hard_ternary`, with the same arguments.
 
     Returns:
         codes: int8 in {-1, 0, 1}, shaped like ``weight``.

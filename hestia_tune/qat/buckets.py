@@ -118,9 +118,9 @@ class LatentRows:
 
 
 class _Joint:
-    """Tensors that share one storage, one after the other.
+    """Tensors whose memory is moved into one storage, one after the other.
 
-    The tensors keep their identity and values; only their memory is another.
+    They keep their identity and values.
 
     Args:
         values: Contiguous tensors.
@@ -178,10 +178,10 @@ class Bucket:
             self._owner = owner.to(layers[0].weight_fake_quantizer.tau.device)
 
     def lay_out(self) -> None:
-        """Move the latents and temperatures of the layers into tensors that hold those of all.
+        """Move the latents of all layers into one tensor, and their temperatures into another.
 
-        `quantize` and `pull_back` then concatenate nothing. The parameters keep their identity and
-        values. Call it in one process, when the latents are on their device.
+        After that, only `pull_back` concatenates anything: the gradients. The parameters keep their
+        identity and values. Call it in one process, when the latents are on their device.
         """
         if len(self.layers) > 1:
             taus = [layer.weight_fake_quantizer.tau for layer in self.layers]

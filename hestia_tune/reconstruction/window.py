@@ -320,8 +320,8 @@ class TrainedLayers:
     Args:
         module: A block, or several.
         compiled: Whether to run the formulas of the methods as fused kernels.
-        lay_out: Whether to move the latents into the memory in which a step need not concatenate
-            them. Other `TrainedLayers` of the module that share the latents lose them by this.
+        lay_out: Whether to call `Bucket.lay_out`, for training. It detaches any `TrainedLayers`
+            that were made of the same module before, because the latents move.
 
     Attributes:
         weights: Layer -> latent weight W, as a leaf that shares its memory.

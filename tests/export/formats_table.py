@@ -261,7 +261,8 @@ def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str:
     pairs = list(compare(recipe, column))
     difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
     error = (difference / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
-    if error == 0 if column.startswith("gguf") else error < NOISE:
+    is_exact = error == 0 if column.startswith("gguf") else error < NOISE
+    if is_exact:
         return EXACT
     return next((text for bound, text in BOUNDS.items() if error < bound), f"{100 * error:.2g}%")
 
