@@ -125,6 +125,10 @@ def test_the_form_of_rows_is_recognized(given, form):
         ({"messages": [USER, REPLY], "tools": "f"}, "tools must be a list of JSON schemas"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": "x"}, "must be a mapping"),
         ({"instruction": "x", "output": "y", "history": ["z"]}, "history must hold pairs"),
+        (
+            {"prompt": "x", "completion": [{"role": "wizard", "content": "y"}]},
+            "column .completion. has the role 'wizard'",
+        ),
     ],
 )
 def test_a_wrong_row_is_refused(row, message):
@@ -219,6 +223,10 @@ def test_without_a_template_a_prompt_and_its_completion_are_joined(tmp_path):
     text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
     assert text == "<bos>2 + 2 = 4<eos>"
     assert replies_of(tokenizer, ids, has_loss) == [" 4<eos>"]
+    with_system = read_chat(row | {"system": "Be brief."})
+    assert with_system.trained == [False, False, True]
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        tokenizer.encode_chats([with_system])
 
 
 def test_a_reply_that_quotes_its_question_is_found(tmp_path):

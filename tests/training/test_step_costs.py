@@ -47,6 +47,16 @@ def test_the_state_is_counted_per_weight(model_dir, tmp_path):
     assert need.state == 4 * whole + 4 * whole + effective  # latents and teacher
 
 
+def test_gradients_of_earlier_micro_batches_are_counted(model_dir, tmp_path):
+    layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64
+    gradients = 4 * (SHAPE["num_layers"] * layer + 264 * 64 + 64)
+    needs = []
+    for steps in (1, 2):
+        options = (f"gradient_accumulation_steps={steps}", "batch_size=64", "dataset.num=256")
+        needs.append(estimates.estimate(planned(model_dir, tmp_path / "a", *options)).activations)
+    assert needs[1] - needs[0] == gradients
+
+
 def test_several_ranks_share_the_state_and_gather_blocks(model_dir, tmp_path):
     need = estimates.estimate(planned(model_dir, tmp_path / "a"))
     outside, block = 264 * 64 + 64, 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64
