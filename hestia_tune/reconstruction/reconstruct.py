@@ -527,12 +527,12 @@ class ReconstructionRecipe:
                         if work.is_final(len(results)):
                             self._announce(work, len(results))
                         progress.set_description_str(places[len(results)], refresh=is_terminal)
-                    continue
-                progress.update(work.sizes[len(results)])
+                else:
+                    progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]
                 stops, dues = totals_over_ranks(flags, self.device).tolist()
-                if stops or dues:
+                if result is None and (stops or dues):  # a finished window is saved already
                     self._save_state(windows, work, must_succeed=bool(stops))
                     saved = time.monotonic()
                 if stops:

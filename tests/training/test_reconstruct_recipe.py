@@ -132,10 +132,10 @@ def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
 
 
 class StopsAfter:
-    """A `StopRequest` that stops or interrupts after a given number of steps."""
+    """A `StopRequest` that stops or interrupts after a number of steps and ends of windows."""
 
-    def __init__(self, steps: int, *, at_once: bool = False):
-        self.left, self._at_once = steps, at_once
+    def __init__(self, times: int, *, at_once: bool = False):
+        self.left, self._at_once = times, at_once
 
     @property
     def requested(self) -> bool:
@@ -156,7 +156,7 @@ class Bar(contextlib.nullcontext):
         self.total, self.initial, self.n, self.stages = total, initial, initial, []
 
     def set_description_str(self, text, refresh):
-        if text not in self.stages:
+        if text and text not in self.stages:
             self.stages.append(text)
 
     def update(self, count):
@@ -165,7 +165,15 @@ class Bar(contextlib.nullcontext):
 
 @pytest.mark.parametrize(
     ("steps", "windows", "at_once"),
-    [(4, 0, False), (12, 1, False), (21, 2, False), (12, 1, True), (9, 1, True)],
+    [
+        (4, 0, False),
+        (9, 1, False),  # while the error of a window is measured
+        (12, 1, False),
+        (21, 2, False),
+        (27, 3, False),
+        (12, 1, True),
+        (9, 1, True),
+    ],
 )
 def test_a_stopped_reconstruction_resumes_at_its_step(
     model_dir, finished, tmp_path, monkeypatch, steps, windows, at_once
@@ -175,7 +183,7 @@ def test_a_stopped_reconstruction_resumes_at_its_step(
     A stop saves. An interrupt comes in the next step, and then every step has been saved. After
     nine steps the saved state belongs to a finished window.
     """
-    stop, bars = StopsAfter(steps if at_once else steps - 1, at_once=at_once), []
+    stop, bars = StopsAfter(steps + windows - (not at_once), at_once=at_once), []
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: stop)
     monkeypatch.setattr(
         reconstruct, "progress_bar", lambda **given: bars.append(Bar(**given)) or bars[-1]
@@ -192,7 +200,7 @@ def test_a_stopped_reconstruction_resumes_at_its_step(
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
-    assert 100 - rest.left == 27 - steps
+    assert 100 - rest.left == 27 - steps + 3 - windows
     before = min(steps, 18) + 2 * max(0, steps - 18)  # the last window has two blocks
     assert (bars[1].initial, bars[1].n, bars[1].total) == (before, 36, 36)
     stages = ["block 1 of 2", "block 2 of 2", "all 2 blocks"]
@@ -224,7 +232,7 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
-    assert 100 - rest.left == 27 - 9  # nothing is kept of the unfinished window
+    assert 100 - rest.left == 18 + 2  # nothing is kept of the unfinished window
     folder, _ = finished
     own, other = (
         load_file(f / "latents.safetensors") for f in (tmp_path / "reconstruction", folder)
