@@ -91,7 +91,7 @@ COMMANDS = {
         "evaluate:run_evaluation", "compare the trained model with the pretrained one", _ranks, True
     ),
     "convert": _command(
-        "convert:run_convert", "write files for llama.cpp and others", _ranks, True
+        "convert:run_convert", "write files for llama.cpp and others", _nothing, True
     ),
     "report": _command("report:print_report", "write one HTML page about runs", _report),
     "compare": _command("inspect:print_comparison", "print the losses of runs", _compare),
@@ -105,7 +105,9 @@ COMMANDS = {
         _ranks,
         True,
     ),
-    "tokenize": _command("qat:run_tokenize", "tokenize the data once, for many runs", _ranks, True),
+    "tokenize": _command(
+        "qat:run_tokenize", "tokenize the data once, for many runs", _nothing, True
+    ),
     "configs": _command("inspect:print_configs", "list the configs, or print one", _configs),
     "options": _command("inspect:print_options", "print every option of a config", _nothing),
 }

@@ -258,8 +258,8 @@ def chosen(config: RunConfig, required: bool = False) -> RunConfig:
 
     Args:
         config: The config.
-        required: Whether there must be a file, because the model is trained already. Its embedding
-            may then be rounded in another way. A run that resumes needs a file with all settings.
+        required: Whether there must be a file, for training and what follows it. The embedding may
+            then be rounded in another way. A run that resumes needs a file with all settings.
 
     Raises:
         InputError: If the file has other settings or is damaged, or is missing and needed.

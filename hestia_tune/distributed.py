@@ -144,6 +144,14 @@ def on_first_rank(function: Callable[..., T], *arguments: Any, share: bool = Tru
     return outcome[0]
 
 
+def require_one_process(command: str) -> None:
+    """Raise InputError if torchrun has started several processes of a command that is for one."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        again = f"hestia {command} CONFIG"
+        raise InputError(f"hestia_{command} runs in one process, not in {ranks}; run {again}")
+
+
 def progress_bar(
     iterable: Iterable | None = None, *, disable: bool = False, **options: Any
 ) -> tqdm:

@@ -86,11 +86,15 @@ def checksum(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, key: str = "output_dir") -> Iterator[None]:
     """Lock ``folder`` so that no other job writes a run into it at the same time.
 
     The first rank holds the lock. The operating system releases it when the process ends, even
     after a kill.
+
+    Args:
+        folder: The folder, which is made if need be.
+        key: The option that names it, for errors.
 
     Raises:
         InputError: If another process holds the lock. The message names the process and its host.
@@ -98,14 +102,14 @@ def locked(folder: str | Path) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    with (require_writable_dir(folder) / ".lock").open("a+", encoding="utf-8") as file:
+    with (require_writable_dir(folder, key) / ".lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise InputError(
-                f"output_dir {folder} is being written by {holder}; wait for it or end it, or "
+                f"{key} {folder} is being written by {holder}; wait for it or end it, or "
                 "choose another folder"
             ) from None
         except OSError as error:  # a file system without locks
@@ -222,10 +226,14 @@ def read_state(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} {reason}; get it again") from error
 
 
-def require_writable_dir(path: str | Path) -> Path:
+def require_writable_dir(path: str | Path, key: str = "output_dir") -> Path:
     """Make a folder, check that files can be written into it, and return its path.
 
     The check writes a file without a name, so a kill at any moment leaves nothing behind.
+
+    Args:
+        path: The folder.
+        key: The option that names it, for errors.
 
     Raises:
         InputError: If no file can be written. The message names the folder and the reason.
@@ -237,7 +245,7 @@ def require_writable_dir(path: str | Path) -> Path:
             pass
     except OSError as error:
         raise InputError(
-            f"output_dir {path} cannot be written ({error.strerror}); choose another folder"
+            f"{key} {path} cannot be written ({error.strerror}); choose another folder"
         ) from None
     return path
 

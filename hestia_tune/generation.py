@@ -39,6 +39,7 @@ from hestia_tune.files import checksum, digest, remove, staged, write_json
 from hestia_tune.models.decoder import model_of_transformers, quiet, read_config
 from hestia_tune.models.sources import pretrained_folder
 from hestia_tune.run import Run
+from hestia_tune.training import loader
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,11 @@ def missing_sets(config: RunConfig) -> list[GeneratedConfig]:
 def check_sets(run: Run) -> None:
     """Check that the model can write the sets of a run's dataset, before anything is computed.
 
+    While a set is missing, this opens all other data of the run too, because writing takes long.
+
     Raises:
-        InputError: If transformers does not know the model, or chats have no template.
+        InputError: If transformers does not know the model, chats have no template, or other data
+            cannot be loaded.
     """
     folder, sets = pretrained_folder(run.config), generated_sets(run.config)
     for settings in sets:
@@ -99,6 +103,8 @@ def check_sets(run: Run) -> None:
             ) from error
         if settings.chats:
             Turns.of(run.tokenizer, settings)
+    if missing_sets(run.config):
+        loader.check_given_data(run.config, run.tokenizer)
 
 
 def generate_missing(run: Run) -> None:

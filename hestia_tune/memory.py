@@ -134,7 +134,7 @@ def _fit_sensitivity(run: TrainingRun, room: float) -> Fit:
     logits, which are larger than the graph of a block.
     """
     config, settings = run.config, run.config.sensitivity_estimation
-    if config.sensitivity != "auto" or not config.schedule.alpha:
+    if not config.measures_sensitivity:
         return {}, {}, []
     model: Any = run.model
     whole = sum(value.numel() for value in model.parameters())
@@ -147,7 +147,10 @@ def _fit_sensitivity(run: TrainingRun, room: float) -> Fit:
         "so all layers have one temperature. To keep it, run hestia_sensitivity with device=cpu "
         "first and set sensitivity to its file."
     )
-    return {"sensitivity": None}, {}, [why]
+    if not config.bits.reads_sensitivity:
+        return {"sensitivity": None}, {}, [why]
+    other = "Without a sensitivity, the errors of the weights choose the bits."
+    return {"sensitivity": None, "bits.by": "error"}, {}, [why, other]
 
 
 def _fit_reconstruction(run: TrainingRun, room: float) -> Fit:

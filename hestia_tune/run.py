@@ -31,9 +31,10 @@ from hestia_tune import graphs
 from hestia_tune.bits import Budget, chosen, with_choices
 from hestia_tune.components import find_component, has_torchtune
 from hestia_tune.config.run_config import RunConfig, is_slow_in_bf16
+from hestia_tune.data.sequences import IGNORE_INDEX
 from hestia_tune.devices import get_device, get_dtype
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
-from hestia_tune.errors import InputError, collecting, one_line, warn_once
+from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import load_format, stacked_layers
 from hestia_tune.files import read_json, read_state
@@ -86,7 +87,7 @@ class PretrainedWeights:
             self._problem = error
         self._state: State | None = None
         self._fingerprints: dict[frozenset[str], str] = {}
-        self._hard: dict[frozenset[str], dict[str, GroupSize]] = {}
+        self._hard: dict[frozenset[tuple[str, str]], dict[str, GroupSize]] = {}
 
     def check_shapes(self, shapes: dict[str, torch.Size]) -> None:
         """Compare names and shapes in the files with the model. This reads no weight.
@@ -121,18 +122,17 @@ class PretrainedWeights:
             raise self._problem
         config, files = self._config, self.source
         folder = config.checkpointer["checkpoint_dir"]
-        try:
-            if files is not None:
-                state = dict(sources.folder_tensors(config.model_type, files))
-                if not config.is_transformers_model:
-                    sources.torchtunes(config.model_type).remember_files(checkpointer, files)
-            else:
+        if files is not None:
+            state = dict(sources.folder_tensors(config.model_type, files))
+            if not config.is_transformers_model:
+                sources.torchtunes(config.model_type).remember_files(checkpointer, files)
+        else:
+            try:
                 state = checkpointer.load_checkpoint()["model"]
-        except InputError:
-            raise
-        except Exception as error:  # converters of names raise errors of many unrelated types
-            reason = f"could not be read as {config.model_type}: {one_line(error)}"
-            raise InputError(f"the checkpoint in {folder} {reason}") from error
+            except InputError:
+                raise
+            except Exception as error:  # a component may fail in any way
+                raise sources.not_readable(folder, config.model_type, error) from error
         sources.check_shapes(shapes, {name: v.shape for name, v in state.items()}, folder)
         for name, value in state.items():  # `files` has checked what it has read
             if not value.is_floating_point():
@@ -161,13 +161,12 @@ class PretrainedWeights:
         def read() -> State:
             if self._state is None:
                 self._state = self.read_files(run.checkpointer, run.shapes)
-            layers = frozenset(prepared.layers)
-            if layers not in self._hard:
+            if (key := _methods_key(prepared)) not in self._hard:
                 self._require_values(prepared.layers, self._state)
                 if self._config.init != "random":
                     rows = weights_of(prepared.layers, self._state).items()
                     matrices = ((name, weight.flatten(0, -2)) for name, weight in rows)
-                    self._hard[layers] = find_hard(matrices, prepared.methods)
+                    self._hard[key] = find_hard(matrices, prepared.methods)
             return self._state
 
         return on_first_rank(read, share=False) or {}
@@ -183,7 +182,7 @@ class PretrainedWeights:
 
     def hard(self, prepared: "Prepared") -> dict[str, GroupSize]:
         """Return name -> group size of the linears that are hard already, after `read`."""
-        return self._hard[frozenset(prepared.layers)]
+        return self._hard[_methods_key(prepared)]
 
     def fingerprint(self, names: Collection[str]) -> str:
         """Return the `model_fingerprint` of some linears, on the first rank and after `read`."""
@@ -195,6 +194,11 @@ class PretrainedWeights:
     def release(self) -> None:
         """Let go of the weights, so that a long training does not hold them."""
         self._state = None
+
+
+def _methods_key(prepared: "Prepared") -> frozenset[tuple[str, str]]:
+    """Return what decides which linears are hard already: their names and methods."""
+    return frozenset((name, method.key()) for name, method in prepared.methods.items())
 
 
 def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
@@ -469,8 +473,7 @@ class TrainingRun(Run):
             with check():
                 require_generated(config)
                 if tokenizer is not None and loss is not None:
-                    options = {"ignore_index": loss.ignore_index, "seed": config.seed or 0}
-                    data = TrainingData(config, tokenizer, **options)
+                    data = TrainingData(config, tokenizer, seed=config.seed or 0)
             with check():
                 if run is not None and data is not None:
                     trains = _training_run(run, loss, data, path)
@@ -654,10 +657,12 @@ def check_formats(config: RunConfig, prepared: Prepared) -> None:
 def _make_loss(config: RunConfig) -> Any:
     """Return the loss component."""
     loss = loading.instantiate(config.loss, "loss")
-    if not hasattr(loss, "ignore_index"):
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored != IGNORE_INDEX:
         raise InputError(
-            "loss must be a cross-entropy over tokens with an ignore_index, such as "
-            f"torchtune.modules.loss.CEWithChunkedOutputLoss; got {config.loss['_component_']}"
+            f"loss must be a cross-entropy over tokens with the ignore_index {IGNORE_INDEX}, such "
+            "as torchtune.modules.loss.CEWithChunkedOutputLoss; got "
+            f"{config.loss['_component_']} with {ignored}"
         )
     return loss
 
@@ -686,15 +691,41 @@ def _check_components(config: RunConfig) -> None:
                 require_teacher(config.distillation.teacher)
 
 
+def check_training(run: Run) -> None:
+    """Check what training needs besides data, before a long stage makes the data. Collective.
+
+    Raises:
+        InputError: As for `TrainingRun.of`.
+    """
+    config = run.config
+    with together(), collecting() as check:
+        with check():
+            on_first_rank(checkpoint.choose_checkpoint, config)
+        with check():
+            _check_components(config)
+        with check():
+            _make_loss(config)
+        with check():
+            _evaluator(run)
+        with check():
+            read_starts(config, run.prepared)
+
+
+def _evaluator(run: Run) -> Evaluator | None:
+    """Return the evaluator for evaluations during training, or None if there are none."""
+    if not run.config.eval.every_n_steps:
+        return None
+    longest: Any = run.model.max_seq_len
+    return Evaluator(run.config.eval, run.tokenizer, longest)
+
+
 def _training_run(run: Run, loss: Any, data: TrainingData, path: Path | None) -> TrainingRun:
     """Return the run with everything that training needs besides."""
     config = run.config
     evaluator = artifact = start = resume = None
     with collecting() as check:
         with check():
-            if config.eval.every_n_steps:
-                longest: Any = run.model.max_seq_len
-                evaluator = Evaluator(config.eval, run.tokenizer, longest)
+            evaluator = _evaluator(run)
         with check():
             artifact, start = read_starts(config, run.prepared)
         with check():

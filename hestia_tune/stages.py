@@ -1,4 +1,4 @@
-"""The stages of a run: functions that take a run and return it with what they have found.
+"""The stages of a run: functions that take a run. Those before the training return what they find.
 
     measure_sensitivity    sensitivity.json, sensitivity.png, temperatures.png
     choose_bits            bits.json, bits.png
@@ -63,7 +63,7 @@ def measure_sensitivity(run: R) -> R:
     """
     config, settings, seed = run.config, run.config.sensitivity_estimation, run.config.seed or 0
     path = Path(str(settings.output))
-    require_writable_dir(path.parent)
+    require_writable_dir(path.parent, "sensitivity_estimation.output")
     prepared = run.undecided
     count, size = settings.num_samples, settings.batch_size
     batches = loader.calibration_batches(config, run.tokenizer, count, size)
@@ -222,7 +222,7 @@ def reconstruct(run: Run) -> ReconstructionRecipe:
 
     Its folder is locked against other jobs. The recipe is not finished after a Ctrl-C.
     """
-    with locked(Path(str(run.config.reconstruct.output))):
+    with locked(str(run.config.reconstruct.output), "reconstruct.output"):
         recipe = ReconstructionRecipe(run)
         recipe.run()
     return recipe

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -25,6 +26,19 @@ GIVEN = {  # fields that must be given
     TextConfig: {"source": "text.txt"},
     GeneratedConfig: {"num_sequences": 10, "seq_len": 16, "cache_dir": "generated"},
 }
+
+
+def test_a_component_beside_the_config_may_have_no_temperature(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("class Plain:\n    has_temperature = False\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    given = OmegaConf.merge(load_config("demo"), {"quantizer": {"_component_": "beside.Plain"}})
+    del given["schedule"]
+    config = RunConfig.parse(given)
+    assert (config.schedule.tau_init, config.schedule.rho) == (0.0, 0.0)
+    given.schedule = {"tau_init": 0.3}
+    with pytest.raises(InputError, match=r"tau_init=0.3 is read by methods with a temperature"):
+        RunConfig.parse(given)
 
 
 def of_type(names, values):

@@ -17,6 +17,7 @@ from hestia_tune.__main__ import COMMANDS, main
 from hestia_tune.commands import launch
 from hestia_tune.config.run_config import load_config
 from hestia_tune.distributed import StopRequest
+from hestia_tune.models.sources import META_FILE
 
 
 def hestia(*words, **options):
@@ -124,6 +125,8 @@ def test_the_next_command_has_the_config_and_the_overrides(parsed, monkeypatch):
     resumed = launch.next_command("qat", "resume_from_checkpoint=True")
     assert resumed.startswith("hestia qat --nproc-per-node 2 demo optimizer.lr=1e-3")
     assert resumed.endswith("resume_from_checkpoint=True")
+    assert launch.next_command("reconstruct").startswith("hestia reconstruct --nproc-per-node 2")
+    assert "--nproc-per-node" not in launch.next_command("convert")
 
 
 def test_the_notice_of_torchao_is_not_printed():
@@ -178,6 +181,39 @@ def test_a_stopped_command_says_how_to_go_on(parsed, capsys):
     assert capsys.readouterr().err.endswith("; to go on: hestia eval demo max_steps=3\n")
     assert launch.guarded(stopped, "hestia_qat") == 130
     assert capsys.readouterr().err == "stopped after step 3; to go on: hestia qat demo\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "saved", "again"),
+    [
+        ([], None, ""),
+        (["overwrite_output=True"], None, " overwrite_output=True"),
+        (["overwrite_output=True"], "before", " overwrite_output=True"),
+        (["overwrite_output=True"], "now", " resume_from_checkpoint=True"),
+        ([], "now", " resume_from_checkpoint=True"),
+        (["resume_from_checkpoint=True"], "before", " resume_from_checkpoint=True"),
+    ],
+)
+def test_an_interrupted_training_is_not_replaced(tmp_path, capsys, words, saved, again):
+    """Without resume_from_checkpoint, a config with overwrite_output would remove it."""
+    meta = tmp_path / "checkpoints" / "step_3" / META_FILE
+
+    def save():
+        meta.parent.mkdir(parents=True)
+        meta.write_text("{}")
+
+    def interrupted(config):
+        if saved == "now":
+            save()
+        raise KeyboardInterrupt
+
+    if saved == "before":
+        save()
+        os.utime(meta.parent, (1.0, 1.0))
+    words = ["demo", f"output_dir={tmp_path}", *words]
+    assert launch.main(interrupted, "hestia_qat", words) == 130
+    expected = f"to go on: hestia qat demo output_dir={tmp_path}{again}\n"
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_the_first_ctrl_c_says_what_happens(capfd):

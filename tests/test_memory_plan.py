@@ -8,6 +8,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.memory import (
     EIGHT_BIT,
     FINAL,
+    SENSITIVITY,
     TRAINING,
     WINDOW,
     changed,
@@ -76,6 +77,22 @@ def test_a_reconstruction_without_the_training():
     assert "run hestia_reconstruct alone" in small.reasons[-1]
     assert max(small.peak.values()) <= 0.9e9 * size
     assert "options: " in small.table() or not small.changes
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_a_sensitivity_that_bits_read_is_planned(alpha):
+    """Where it does not fit, the errors of the weights choose the bits."""
+    options = ("sensitivity=auto", f"schedule.alpha={alpha}", "bits.average=2.5")
+    whole = config(*options, "model.vocab_size=60000")
+    fits = fit_to_memory(whole, 100)
+    assert fits.changes == {} and SENSITIVITY in fits.peak
+    small = fit_to_memory(whole, fits.peak[SENSITIVITY] / 0.9e9 * 0.99)
+    assert {"sensitivity": None, "bits.by": "error"}.items() <= small.changes.items()
+    assert SENSITIVITY not in small.peak and len(small.reasons) == len(small.changes)
+    final = changed(whole.changed(device="cuda"), small.changes)
+    assert final.sensitivity is None and not final.bits.reads_sensitivity
+    unread = config("sensitivity=auto", "schedule.alpha=0", "bits.average=2.5", "bits.by=error")
+    assert SENSITIVITY not in fit_to_memory(unread, 100).peak
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])

@@ -182,7 +182,7 @@ class BareLoop:
 
     def micro_batch(self, tokens: torch.Tensor) -> None:
         """Forward and backward of ``tokens`` (batch, seq_len), added to the float32 gradients."""
-        labels = shifted_labels(tokens, self.loss.ignore_index)
+        labels = shifted_labels(tokens)
         batch = {"tokens": tokens}
         config = self.config
         training_loss(

@@ -17,6 +17,7 @@ import hestia_tune
 from hestia_tune.bits import chosen
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.config.sections import FORMATS
+from hestia_tune.distributed import require_one_process
 from hestia_tune.errors import InputError
 from hestia_tune.export.format import (
     Conversion,
@@ -27,7 +28,7 @@ from hestia_tune.export.format import (
     model_name,
     stacked_layers,
 )
-from hestia_tune.export.huggingface import write_card
+from hestia_tune.export.huggingface import check_target, write_card
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
@@ -50,9 +51,10 @@ class ConvertRecipe:
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any]):
+        require_one_process("convert")
         self.config = chosen(RunConfig.parse(config), required=True)
         self.settings = self.config.convert
-        self.output = require_writable_dir(self.settings.output)
+        self.output = require_writable_dir(self.settings.output, "convert.output")
         loading.check_model_section(self.config)
         self.component = loading.make_component(self.config.quantizer)
         self.asked = self.settings.formats or holding(self.component.method)[:1]
@@ -117,6 +119,10 @@ class ConvertRecipe:
             target = form.target(self.output)
             if target.exists() and not self.settings.overwrite:
                 raise InputError(f"{target} exists; set convert.overwrite=True to replace it")
+            if form.file is None:
+                check_target(self.source.folder, target, self.settings.overwrite)
+            elif target.is_dir():
+                raise InputError(f"{target} is a folder; remove it, or set convert.output")
         return chosen
 
     @contextlib.contextmanager

@@ -55,7 +55,7 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     settings, path = config.eval, Path(config.eval.output)
     if path.suffix != ".json" or path.is_dir():
         raise InputError(f"eval.output must be a file whose name ends in .json; got {path}")
-    results_folder = require_writable_dir(path.with_suffix(""))
+    results_folder = require_writable_dir(path.with_suffix(""), "eval.output")
     device = join_ranks(config.device, config.dtype)
     say_choices(config)
     dtype = get_dtype(config.dtype, device)

@@ -147,7 +147,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     from hestia_tune.generation import check_sets, describe, missing_sets
     from hestia_tune.models import sources
     from hestia_tune.reconstruction.reconstruct import describe_memory
-    from hestia_tune.run import Run, TrainingRun
+    from hestia_tune.run import Run, TrainingRun, check_training
     from hestia_tune.training.estimate import describe_costs
 
     config, lines = RunConfig.parse(config), []
@@ -165,11 +165,12 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     if sets := missing_sets(config):
         found = Run.of(config)
         check_sets(found)
+        check_training(found)
         dist.destroy_process_group()
         lines += [f"dataset: when the run begins, the model writes {describe(one)}" for one in sets]
         lines.append(
             f"valid: {len(found.layers)} linear layers become {found.component.key()}; the number "
-            "of steps and the training data cannot be checked before the model has written them"
+            "of steps cannot be checked before the model has written its text"
         )
         return lines
     run = TrainingRun.of(config, is_here=has_device)

@@ -16,6 +16,7 @@ import os
 import pkgutil
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 INTERRUPTED = 130
 # Overrides that say how one command starts, and that the next command does not need.
 _ONCE = ("resume_from_checkpoint", "overwrite_output")
+# Commands that ask for as many processes as this one has.
+_ON_RANKS = ("qat", "reconstruct", "sensitivity")
 # Errors of the operating system that the user can correct: no permission, no space.
 _NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # Warnings of other packages that users of this package cannot act on.
@@ -67,7 +70,7 @@ def next_command(command: str, *more: str) -> str:
     """
     words = [word for word in _typed.overrides if word.partition("=")[0] not in _ONCE]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    several = ["--nproc-per-node", ranks] if command == "qat" and ranks != "1" else []
+    several = ["--nproc-per-node", ranks] if command in _ON_RANKS and ranks != "1" else []
     return shlex.join(["hestia", command, *several, _typed.config, *words, *more])
 
 
@@ -110,9 +113,38 @@ def main(
         # many times slower with them. Threads that torch starts later inherit this setting.
         torch.set_flush_denormal(True)
         function = pkgutil.resolve_name(command) if isinstance(command, str) else command
-        return function(config, **own)
+        begin = time.time() - 2.0  # file systems round times, some of them to two seconds
+        try:
+            return function(config, **own)
+        except KeyboardInterrupt:  # not by `StopRequest`: outside of the steps, or the second one
+            command_word = name.removeprefix("hestia_")
+            again = _to_go_on(config, begin) if command_word == "qat" else []
+            raise Stopped(_stopped(name, next_command(command_word, *again))) from None
 
     return guarded(run, name)
+
+
+def _stopped(name: str, again: str | None) -> str:
+    """Return the message of a command that Ctrl-C has ended, with the command to go on."""
+    to_go_on = f"; to go on: {again}" if again else ""
+    return f"{name}: stopped; what was written before is kept{to_go_on}"
+
+
+def _to_go_on(config: RunConfig, begin: float) -> list[str]:
+    """Return the overrides with which a training that was interrupted goes on.
+
+    A checkpoint that is older than this command belongs to a run that it would have replaced.
+
+    Args:
+        config: The config of the run.
+        begin: When the command began, in seconds since the epoch.
+    """
+    from hestia_tune.models.sources import complete_checkpoints
+
+    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    if saved and (config.resume_from_checkpoint or saved[-1][1].stat().st_mtime >= begin):
+        return ["resume_from_checkpoint=True"]
+    return [word for word in _typed.overrides if word.partition("=")[0] == "overwrite_output"]
 
 
 def _run_on_ranks(name: str, ranks: str) -> int:
@@ -154,9 +186,8 @@ def guarded(run: Callable[[], int], name: str) -> int:
         _print_rank_zero(str(stop))
         return INTERRUPTED
     except KeyboardInterrupt:
-        command = name.removeprefix("hestia_")
-        again = f"; to go on: {next_command(command)}" if _typed != _CommandLine() else ""
-        _print_rank_zero(f"{name}: stopped; what was written before is kept{again}")
+        again = next_command(name.removeprefix("hestia_"))
+        _print_rank_zero(_stopped(name, again if _typed != _CommandLine() else None))
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,13 +16,13 @@ from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
 from hestia_tune.components import torchtune_module
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.data import verify_token_shards, write_token_shards
-from hestia_tune.distributed import end_process_group
+from hestia_tune.distributed import end_process_group, require_one_process
 from hestia_tune.errors import InputError
 from hestia_tune.files import locked, require_writable_dir
-from hestia_tune.generation import generate_missing, generated_sets
+from hestia_tune.generation import generate_missing, generated_sets, missing_sets
 from hestia_tune.models import loading
 from hestia_tune.models.sources import complete_checkpoints
-from hestia_tune.run import Run, TrainingRun
+from hestia_tune.run import Run, TrainingRun, check_training
 from hestia_tune.stages import (
     choose_bits,
     measure_sensitivity,
@@ -42,7 +42,7 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
     config = RunConfig.parse(config)
     torchtune_module("recipe", "hestia_qat")  # before any work
     for_temperatures = config.schedule.alpha != 0 or config.sensitivity != "auto"
-    if not config.bits.reads_sensitivity and not for_temperatures:
+    if config.sensitivity == "auto" and not config.measures_sensitivity:
         config = config.changed(sensitivity=None)
     with locked(config.output_dir):
         config = _resume_if_possible(config)
@@ -76,11 +76,11 @@ def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
     With a budget of bits, the bits of every linear are chosen first, as in `run_qat`.
     """
     run = Run.of(config)
-    generate_missing(run)
-    if run.asked.bits.average is not None:
-        if not run.asked.bits.reads_sensitivity:
-            run = run.changed(sensitivity=None)
-        with locked(run.config.output_dir):
+    with locked(run.config.output_dir):
+        generate_missing(run)
+        if run.asked.bits.average is not None:
+            if not run.asked.bits.reads_sensitivity:
+                run = run.changed(sensitivity=None)
             replaces = run.config.overwrite_output
             if replaces:
                 run = run.changed(sensitivity_estimation={"overwrite": True})
@@ -115,6 +115,8 @@ def _generated(config: RunConfig) -> Run | None:
     if not generated_sets(config):
         return None
     run = Run.of(config)
+    if missing_sets(config):
+        check_training(run)
     generate_missing(run)
     return run
 
@@ -131,8 +133,9 @@ def _resume_if_possible(config: RunConfig) -> RunConfig:
 def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
     """Measure the sensitivity of a config's model and return the exit code."""
     run = Run.of(config)
-    generate_missing(run)
-    path = measure_sensitivity(run).config.sensitivity
+    with locked(run.config.output_dir):
+        generate_missing(run)
+        path = measure_sensitivity(run).config.sensitivity
     if dist.get_rank() == 0:
         print(f"{path} has the scores. Next:")
         found = [] if run.config.sensitivity == "auto" else [f"sensitivity={path}"]
@@ -152,6 +155,7 @@ def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
     Raises:
         InputError: If the dataset is not a stream of text, or the folder holds another set.
     """
+    require_one_process("tokenize")
     config = RunConfig.parse(config)
     section = dict(config.datasets[0])
     is_stream = len(config.datasets) == 1 and section.pop("_component_", None) == _STREAM

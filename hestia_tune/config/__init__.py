@@ -1,4 +1,4 @@
-"""Every YAML section as a dataclass, and the packaged configs. Nothing here imports torchtune."""
+"""The sections of a YAML file as dataclasses. Nothing here imports torchtune."""
 
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (

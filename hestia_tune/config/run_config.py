@@ -5,9 +5,9 @@ configs, and its own values win. NAME+OTHER lays the keys of OTHER over NAME, su
 ``llama3_2_1b+evening``. A key that is null in OTHER is removed. `overridden` applies the overrides
 of a command line. Every process of a distributed run reads its own arguments.
 
-**Checks.** They need no model, no file and no process group, so they come first. They run once:
-`RunConfig.parse` reads a config, and all other code receives a `RunConfig`. torchtune's keys keep
-their names and meanings.
+**Checks.** They need no model, no file and no process group, so they come first:
+`RunConfig.parse` reads a config, and `RunConfig.changed` checks the copy that it returns.
+torchtune's keys keep their names and meanings.
 
 **Options at ``auto``** get the values that fit the machine of this process when the config is read,
 so the same file works on a laptop and on a node of GPUs. The functions that find these values
@@ -22,7 +22,6 @@ import importlib.util
 import inspect
 import math
 import os
-import pkgutil
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
+from hestia_tune.components import find_component
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (
     BitsConfig,
@@ -106,8 +106,8 @@ def takes_fused(component: Any) -> bool:
         component: Dotted name of the optimizer. If there is no such object, a later check says so.
     """
     try:
-        return "fused" in inspect.signature(pkgutil.resolve_name(str(component))).parameters
-    except (ImportError, AttributeError, ValueError, TypeError):
+        return "fused" in inspect.signature(find_component(str(component), "optimizer")).parameters
+    except (InputError, ValueError, TypeError):
         return False
 
 
@@ -604,6 +604,12 @@ class RunConfig(Section):
     def chosen(self) -> dict[str, Any]:
         """The values that stand for "auto" in the config that was given, by key."""
         return dict(getattr(self, "_chosen", {}))
+
+    @property
+    def measures_sensitivity(self) -> bool:
+        """Whether the run measures the sensitivity, because temperatures or bits depend on it."""
+        reads = self.schedule.alpha != 0 or self.bits.reads_sensitivity
+        return self.sensitivity == "auto" and reads
 
     @property
     def is_sharded(self) -> bool:

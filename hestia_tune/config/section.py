@@ -2,8 +2,7 @@
 
 A field carries its type, its range (`option`) and, in the string below it, its meaning.
 `Section.parse` reads a section once, and reports all its errors together. The rest of the package
-receives the parsed section and does not check it again. The same checks run when Python code makes
-a section.
+receives the parsed section. The same checks run when Python code makes a section.
 """
 
 import ast

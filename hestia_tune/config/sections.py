@@ -3,13 +3,14 @@
 `hestia_tune.config.run_config` describes the whole file.
 """
 
-import pydoc
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.annealing import RANGES, check_shares
+from hestia_tune.components import find_component
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
 
@@ -18,14 +19,17 @@ _TEMPERATURES = {"schedule": ("tau_init", "alpha", "hard_fraction"), "reconstruc
 
 
 def drop_temperatures(given: DictConfig) -> None:
-    """Set the temperatures of a config to 0 if its method has no temperature.
+    """Set temperatures and pressure of a config to 0 if its method has no temperature.
 
     Raises:
         InputError: If the config sets a temperature that nothing would read.
     """
     name = OmegaConf.select(given, "quantizer._component_", default=None)
     # If the component does not exist, building it raises a better error than this function could.
-    component = pydoc.locate(name) if isinstance(name, str) else None
+    component = None
+    if isinstance(name, str):
+        with contextlib.suppress(InputError):
+            component = find_component(name, "quantizer")
     if getattr(component, "has_temperature", True):
         return
     read_by_none = f"is read by methods with a temperature, and {name} has none"
@@ -198,7 +202,8 @@ class ReconstructionConfig(Section):
     kl_rate: float = option(0.3, low=1e-6, high=10)
     """Factor on lr, parameter_lr and norm_lr of stage 2 (see kl_blocks)."""
     lr: float = option(1e-2, low=0, high=1)
-    """Learning rate of the latent weights. It falls linearly to 0 in every window. With fewer than
+    """Learning rate of the latent weights. In every window it rises over 10 steps and falls
+    linearly to 0. With fewer than
     100 steps per window, try up to twice the default. Weights of more than four codes (INT4) have a
     twentieth of this rate."""
     parameter_lr: float = option(2e-2, low=0, high=1)
@@ -303,7 +308,7 @@ class ChatConfig(SourceConfig):
 class GeneratedConfig(Section):
     """The options of ``hestia_tune.data.self_generated_dataset``.
 
-    `hestia_tune.stages` writes the set before the run that names it.
+    `hestia_tune.generation` writes the set before the run that names it.
     """
 
     section: ClassVar[str] = "dataset"

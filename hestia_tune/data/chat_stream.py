@@ -239,7 +239,7 @@ def _runs(values: list[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """Return whether every line of a local JSON file is an object, as its first line is."""
+    """Return whether a local JSON file has an object on its first line, as lines of JSON do."""
     try:
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             line: Any = next((line for line in file if line.strip()), "")

@@ -139,17 +139,14 @@ class PositionSampler(Sampler[int]):
             yield int(order[index])
 
 
-def pad_samples(
-    samples: Sequence[dict[str, Any]], pad_id: int, ignore_index: int
-) -> dict[str, torch.Tensor]:
+def pad_samples(samples: Sequence[dict[str, Any]], pad_id: int) -> dict[str, torch.Tensor]:
     """Return the tokens and labels of samples, int64 (batch, longest), padded at their ends.
 
     Args:
         samples: Samples with ``tokens`` and ``labels``. Other keys are left out.
         pad_id: Token of the padding.
-        ignore_index: Label of the padding.
     """
-    ends = {"tokens": pad_id, "labels": ignore_index}
+    ends = {"tokens": pad_id, "labels": IGNORE_INDEX}
     rows = {key: [torch.as_tensor(sample[key]).long() for sample in samples] for key in ends}
     length = max(len(row) for both in rows.values() for row in both)
     return {

@@ -3,7 +3,7 @@
 The format "torchao" has the packed tensors of this package, "intx" has torchao's own.
 
 folder/
-    model.pt                        packed weights, other weights in bfloat16, torchtune's names
+    model.pt                        packed weights, other weights in bfloat16, the model's names
     hestia.json                     the model section, the method, the packed layers
     config.json, tokenizer files    copies from the model's folder
     generate.yaml                   a config for `tune run generate`, which uses `PackedWeights`
@@ -24,7 +24,7 @@ from hestia_tune.export.huggingface import sizes, write_folder
 from hestia_tune.methods import Fairy2iMethod, Method
 from hestia_tune.methods.groups import CODEBOOKS, TERNARY, TWO_BIT
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder
-from hestia_tune.models.loading import FORMAT_VERSION, WEIGHTS_FILE
+from hestia_tune.models.loading import FORMAT_VERSION, PACKED_FILE
 from hestia_tune.tensors import pack
 from hestia_tune.tensors.packed_tensor import as_dense
 
@@ -94,13 +94,13 @@ def write_packed(
         OSError: If the disk is full.
         RuntimeError: If the file that is read back differs from the model.
     """
-    metadata = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
+    metadata = {"format_version": FORMAT_VERSION, "weights": PACKED_FILE, **description}
     texts = {
         "config.json": source.config,
         DESCRIPTION_FILE: metadata,
         "generate.yaml": OmegaConf.to_yaml(_generate_config(config, method, description, target)),
     }
-    state, num_bytes = write_folder(source, target, entries, texts, overwrite, file=WEIGHTS_FILE)
+    state, num_bytes = write_folder(source, target, entries, texts, overwrite, file=PACKED_FILE)
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
     parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
     shapes = {name: value.shape for name, value in state.items()}
@@ -132,7 +132,7 @@ def _generate_config(
         "checkpointer": {
             "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
             "checkpoint_dir": str(folder),
-            "checkpoint_files": [WEIGHTS_FILE],
+            "checkpoint_files": [PACKED_FILE],
             "output_dir": config.output_dir,
             "model_type": model_type,
         },

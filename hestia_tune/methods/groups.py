@@ -330,6 +330,8 @@ def nearest_code(w: Tensor, scale: Tensor, levels: Levels = TERNARY) -> Tensor:
         code = code + (magnitude > (code + 0.5) * size).to(w.dtype)
         code = code - (magnitude <= (code - 0.5) * size).to(w.dtype)
         return torch.where(turned < 0, -code.clamp(0, 8), code.clamp(0, 7))
+    if levels not in (BINARY, SYMMETRIC):
+        raise ValueError(f"there is no rounding to the codes {levels}; known are {CODEBOOKS}")
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
     return sign if levels == BINARY else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)

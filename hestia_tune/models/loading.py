@@ -111,7 +111,7 @@ def load_on_all_ranks(
 
     Args:
         section: The model section.
-        state: The state dict on the first rank, None on the other ranks. It is sent to every rank.
+        state: The state dict on the first rank, empty on the other ranks. It is sent to every rank.
         device: The device of this rank.
     """
     with default_dtype(torch.float32), torch.device(device):
@@ -237,7 +237,7 @@ FORMAT_VERSION = 1
 _BUILDERS = ("torchtune.models.", "hestia_tune.models.")
 # `hestia_tune.models.llama` is defined there.
 _HOMES = (*_BUILDERS, "hestia_tune.torchtune.models.")
-WEIGHTS_FILE = "model.pt"
+PACKED_FILE = "model.pt"
 
 
 def load_quantized(
@@ -268,10 +268,10 @@ def load_quantized(
     file = Path(folder) / DESCRIPTION_FILE
     description = read_json(file) if file.is_file() else {}
     version, weights = description.get("format_version"), description.get("weights")
-    if (version, weights) != (FORMAT_VERSION, WEIGHTS_FILE):
+    if (version, weights) != (FORMAT_VERSION, PACKED_FILE):
         raise InputError(
             f"{folder} holds no packed model: {DESCRIPTION_FILE} has format_version {version} and "
-            f"weights in {weights} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
+            f"weights in {weights} instead of {FORMAT_VERSION} and {PACKED_FILE}; give a folder "
             "that `tune run hestia_convert` of this version wrote (convert.formats: [torchao])"
         )
     section = description["model"]
@@ -279,7 +279,7 @@ def load_quantized(
     if section["_component_"] == TRANSFORMERS_MODEL:  # read this folder's config.json only
         section["path"] = str(folder)
     model = plain_on_meta(section)
-    state = read_state(Path(folder) / WEIGHTS_FILE)
+    state = read_state(Path(folder) / PACKED_FILE)
     sources.add_parameters(model, state)
     check_shapes(
         shapes_of(model), {name: value.shape for name, value in state.items()}, str(folder)

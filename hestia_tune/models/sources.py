@@ -130,13 +130,24 @@ def folder_tensors(
         source: The folder, with config.json.
 
     Raises:
-        InputError: If the names of this model type cannot be converted.
+        InputError: If the files cannot be read as this model type.
     """
-    if model_type == TRANSFORMERS_MODEL_TYPE:
-        yield from decoder.transformers_tensors(source)
-        return
-    for _, ours, value in torchtunes(model_type).converted(model_type, source, source.read):
-        yield ours, value
+    try:
+        if model_type == TRANSFORMERS_MODEL_TYPE:
+            yield from decoder.transformers_tensors(source)
+            return
+        for _, ours, value in torchtunes(model_type).converted(model_type, source, source.read):
+            yield ours, value
+    except InputError:
+        raise
+    except Exception as error:  # converters of names raise errors of many unrelated types
+        raise not_readable(source.folder, model_type, error) from error
+
+
+def not_readable(folder: Any, model_type: str, error: Exception) -> InputError:
+    """Return the error of a folder whose weights could not be read as a model type."""
+    reason = f"could not be read as {model_type}: {one_line(error)}"
+    return InputError(f"the checkpoint in {folder} {reason}")
 
 
 def folder_weights(model_type: str, folder: Path, plain: nn.Module) -> dict[str, torch.Tensor]:
@@ -285,6 +296,7 @@ def check_can_hold(method: Method, model_type: str) -> None:
     """Raise InputError if the architecture cannot store the biases that a method leaves."""
     if method.needs_training and not model_type.startswith("LLAMA"):
         raise InputError(
-            f"{method.name} leaves a bias in every linear, and only Llamas have room for it; got "
-            f"model_type {model_type}; use another method"
+            f"{method.name} leaves a bias in every linear, and only torchtune's Llamas (model_type "
+            "LLAMA2, LLAMA3 or LLAMA3_2) have room for it; got model_type "
+            f"{model_type}; use another method"
         )

@@ -51,7 +51,7 @@ class QATConfigBase(AOBaseConfig):
     Args:
         step: "prepare" swaps quantized linears in. "convert" swaps plain linears with hard weights
             back.
-        tau: The temperature until a schedule sets another, at least 0. 0 is straight-through. A
+        tau: The temperature until a schedule sets another, in [0, 100]. 0 is straight-through. A
             method without a temperature ignores it.
         pressure: The pressure until a schedule sets another, in [0, 1].
         target: The kind of weight that "convert" makes: "dense" (the hard weight in its own dtype)

@@ -25,7 +25,7 @@ result is the same as the result of one process.
 
 windows/reconstruction.json        the identity of the reconstruction
 windows/window_0003.safetensors    the blocks of a window that is done; a .json has its result
-windows/in_training.pt             the state of the window in training, after a stop
+windows/in_training.pt             the state of the window in training, at times and at a stop
 windows/start.safetensors          the weights that the windows start from, by the model's names
 
 The blocks of the model are mapped from these files, so that they take no memory until they are

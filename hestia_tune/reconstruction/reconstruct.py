@@ -5,7 +5,7 @@ Every rank holds a share of the samples. The blocks of the model are mapped from
 to the device, in float32. The folder ``reconstruct.output`` contains:
 
     reconstruction.json     settings, the error of every window, losses
-    latents.safetensors     float32 latents, method parameters and norms, by torchtune's names
+    latents.safetensors     float32 latents, method parameters and norms, by the model's names
     hard_model/             a folder like the hard model of hestia_qat
     errors.png              the error at the end of every window (without stage 2)
     windows/                the windows of an unfinished run (`hestia_tune.reconstruction.engine`)
@@ -291,7 +291,7 @@ class ReconstructionRecipe:
     def __init__(self, run: Run):
         run.require_bits()
         self.parent, self.config, self.settings = run, run.config, run.config.reconstruct
-        self.output = require_writable_dir(str(self.settings.output))
+        self.output = require_writable_dir(str(self.settings.output), "reconstruct.output")
         self.device, self.dtype = run.device, run.dtype
         if self.settings.batch_size % dist.get_world_size():
             raise InputError(
@@ -313,9 +313,7 @@ class ReconstructionRecipe:
         """
         log.info(f"reading {self.settings.num_samples} samples, and the pretrained weights")
         batches, seed = self._calibration_batches(), self.config.seed or 0
-        self.data = TrainingData(
-            self.config, self.parent.tokenizer, ignore_index=IGNORE_INDEX, seed=seed
-        )
+        self.data = TrainingData(self.config, self.parent.tokenizer, seed=seed)
         state = self.parent.pretrained.read(self.parent, self.parent.prepared)
 
         def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -33,6 +33,7 @@ from torchtune import training
 import hestia_tune
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.data import DataStreamError
+from hestia_tune.data.sequences import IGNORE_INDEX
 from hestia_tune.devices import compile_backend, move_batch
 from hestia_tune.distributed import (
     StopRequest,
@@ -206,9 +207,8 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
                 distillation loss. None takes the config's loss alone.
         """
         move_batch(batch, self._device)
-        ignore = self._loss_fn.ignore_index
-        labels = shifted_labels(batch.pop("labels"), ignore)
-        count = (labels != ignore).sum()
+        labels = shifted_labels(batch.pop("labels"))
+        count = (labels != IGNORE_INDEX).sum()
         total = training_loss(
             self._model,
             teacher,
@@ -353,7 +353,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         )
 
     def train(self) -> None:
-        """Train to the last step and set ``finished``. The first Ctrl-C saves and stops."""
+        """Train to the last step and set ``finished``. In a step, Ctrl-C saves and stops."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
         steps = self.total_steps - self.global_step

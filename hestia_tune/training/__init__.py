@@ -1,1 +1,1 @@
-"""Training: plan a run, build its model, train it, and save checkpoints and results."""
+"""The parts of training: data, optimizer, checkpoints, results, and estimates of what it needs."""

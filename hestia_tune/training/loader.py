@@ -47,7 +47,7 @@ from hestia_tune.data.sequences import IGNORE_INDEX, document_mask, pad_samples
 from hestia_tune.data.stream import RowStream
 from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import STOP_SIGNALS, raise_together, totals_over_ranks
-from hestia_tune.errors import InputError, count_text, one_line, warn_once
+from hestia_tune.errors import InputError, collecting, count_text, one_line, warn_once
 from hestia_tune.sensitivity import CalibrationBatch
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ def build_dataset(
     config: RunConfig,
     tokenizer: Any,
     key: str,
-    ignore_index: int,
     batch_size: int = 1,
     calibration_seed: int | None = None,
 ) -> tuple[Any, Callable]:
@@ -70,7 +69,6 @@ def build_dataset(
         config: The run's config.
         tokenizer: The run's tokenizer.
         key: Name of the section, "dataset" or "dataset_val".
-        ignore_index: Label of positions that predict nothing.
         batch_size: Batch size of the loader. A stream with workers needs it.
         calibration_seed: Seed of a stream for calibration. This process then reads the whole
             stream instead of its share. None reads the share, with the seed of the section.
@@ -82,7 +80,7 @@ def build_dataset(
     value = getattr(config, key)
     sections = [dict(section) for section in (value if isinstance(value, list) else [value])]
     weights = [section.pop("weight", None) for section in sections]
-    collate = partial(collate_samples, pad_id=tokenizer.pad_id, ignore_index=ignore_index)
+    collate = partial(collate_samples, pad_id=tokenizer.pad_id)
     try:
         parts = [make(section, tokenizer) for section in sections]
         for part in parts:
@@ -132,7 +130,7 @@ def _try_first(dataset: Any, collate: Callable) -> None:
 
 
 def collate_samples(
-    samples: list[dict[str, Any]], pad_id: int, ignore_index: int, least: int = 0
+    samples: list[dict[str, Any]], pad_id: int, least: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return a batch of samples, padded to the longest.
 
@@ -142,16 +140,15 @@ def collate_samples(
     Args:
         samples: The samples.
         pad_id: Token of the padding.
-        ignore_index: Label of the padding.
         least: Smallest length of a batch with masks.
     """
     if not any("seq_lens" in sample for sample in samples):
-        return pad_samples(samples, pad_id, ignore_index)
+        return pad_samples(samples, pad_id)
     length = max(least, *(len(sample["tokens"]) for sample in samples))
-    return collate_packed([_packed(sample, length, pad_id, ignore_index) for sample in samples])
+    return collate_packed([_packed(sample, length, pad_id) for sample in samples])
 
 
-def _packed(sample: dict[str, Any], length: int, pad_id: int, ignore: int) -> dict[str, Any]:
+def _packed(sample: dict[str, Any], length: int, pad_id: int) -> dict[str, Any]:
     """Return a sample with masks, padded to a length."""
     size = len(sample["tokens"])
     if "seq_lens" in sample and size == length:
@@ -159,7 +156,7 @@ def _packed(sample: dict[str, Any], length: int, pad_id: int, ignore: int) -> di
     lengths = torch.as_tensor(sample.get("seq_lens", [size]))
     positions = torch.as_tensor(sample.get("input_pos", range(size)))
     missing = length - size
-    ends = {"tokens": pad_id, "labels": ignore}
+    ends = {"tokens": pad_id, "labels": IGNORE_INDEX}
     padded = {
         key: F.pad(torch.as_tensor(sample[key]), (0, missing), value=end)
         for key, end in ends.items()
@@ -181,12 +178,12 @@ def collate_packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch | {"mask": document_mask([sample["seq_lens"] for sample in samples])}
 
 
-def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return labels (batch, seq_len) shifted by one, so that position t predicts token t + 1.
 
-    The last position predicts nothing. Its label is ``ignore_index``.
+    The last position predicts nothing.
     """
-    return torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], ignore_index)))
+    return torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)))
 
 
 def real_tokens(batch: dict[str, torch.Tensor], pad_id: int) -> torch.Tensor:
@@ -209,7 +206,7 @@ def calibration_batch(
         pad_id: Token of the padding. None: the batch has no padding.
     """
     inputs = {key: value for key, value in batch.items() if key not in ("tokens", "labels")}
-    labels = shifted_labels(batch["labels"], IGNORE_INDEX)
+    labels = shifted_labels(batch["labels"])
     real = None if pad_id is None else real_tokens(batch, pad_id)
     return CalibrationBatch(
         tokens=batch["tokens"], labels=labels, model_inputs=inputs, is_real=real
@@ -232,7 +229,7 @@ def calibration_batches(
         key: Name of the section, "dataset" or "dataset_val".
     """
     seed = config.seed or 0
-    dataset, collate = build_dataset(config, tokenizer, key, IGNORE_INDEX, calibration_seed=seed)
+    dataset, collate = build_dataset(config, tokenizer, key, calibration_seed=seed)
     if not isinstance(dataset, Stream):  # a stream shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
@@ -264,6 +261,22 @@ def texts_of(batches: list[CalibrationBatch], tokenizer: Any) -> list[str]:
             else:
                 texts.append(tokenizer.decode(ids))
     return texts
+
+
+def check_given_data(config: RunConfig, tokenizer: Any) -> None:
+    """Check all data of a config but the sets that its model generates.
+
+    Raises:
+        InputError: As for `build_dataset`.
+    """
+    given = [one for one in config.datasets if one.get("_component_") != SELF_GENERATED]
+    with collecting() as check:
+        with check():
+            if given:
+                build_dataset(config.changed(dataset=given), tokenizer, "dataset")
+        with check():
+            if config.dataset_val is not None:
+                build_dataset(config, tokenizer, "dataset_val")
 
 
 def require_generated(config: RunConfig) -> None:
@@ -306,7 +319,6 @@ class TrainingData:
     Args:
         config: The run's config.
         tokenizer: The run's tokenizer.
-        ignore_index: Label of positions that predict nothing.
         seed: Seed of the order of samples.
 
     Attributes:
@@ -320,9 +332,9 @@ class TrainingData:
             known.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any, *, ignore_index: int, seed: int):
+    def __init__(self, config: RunConfig, tokenizer: Any, *, seed: int):
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._config, self._ignore_index, self._seed = config, ignore_index, seed
+        self._config, self._seed = config, seed
         most = max(16, 4 * (os.cpu_count() or 1))
         workers = int(config.num_workers)  # a config has no "auto" any more
         if workers > most:
@@ -333,7 +345,7 @@ class TrainingData:
         self.seconds_waited = 0.0
         self.date: str | None = getattr(tokenizer, "date", None)
         self._readers = [self._world_size, workers]
-        build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
+        build = partial(build_dataset, config, tokenizer)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
         # Streams, tokenized sets and generated chats count their passes over the data themselves.
         self.is_stream = isinstance(self.dataset, Stream | TokenizedSet | GeneratedChats)
@@ -613,7 +625,7 @@ class TrainingData:
         while taken := _take_together(batches, 1):
             labels = taken[0]["labels"]
             if self._val_samples is not None:
-                labels[max(0, self._val_samples - seen) :] = self._ignore_index
+                labels[max(0, self._val_samples - seen) :] = IGNORE_INDEX
             seen += len(labels)
             loss, tokens = loss_sum(taken[0])
             total, count = total + loss.double(), count + tokens

@@ -115,7 +115,7 @@ def write_hard_model(
     """Write a state dict as a Hugging Face folder. Only the first rank calls this.
 
     Args:
-        state: The full state dict with torchtune's names.
+        state: The full state dict with the model's names.
         checkpointer: Checkpointer of the pretrained model. It knows the names, the config and the
             files of the pretrained model.
         folder: Folder to write. An earlier folder is replaced at the end.

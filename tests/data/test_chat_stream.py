@@ -81,7 +81,7 @@ def test_packed_samples_have_positions_and_masks_of_their_chats(tmp_path, tokeni
         assert sum(lengths) == 200
         positions = [position for length in lengths for position in range(length)]
         assert sample["input_pos"].tolist() == positions
-    batch = collate_samples(samples[:2], PAD, -100)
+    batch = collate_samples(samples[:2], PAD)
     assert batch["mask"].shape == (2, 200, 200)
     first = samples[0]["seq_lens"][0]
     assert not batch["mask"][0, first:, :first].any()  # the second chat does not see the first
@@ -90,7 +90,7 @@ def test_packed_samples_have_positions_and_masks_of_their_chats(tmp_path, tokeni
 def test_unpacked_chats_are_padded_to_the_longest(tmp_path, tokenizer):
     arguments = write_chats(tmp_path / "a.jsonl", make_chats(5))
     samples = list(chat_dataset(tokenizer, **arguments, seq_len=500, packed=False))
-    batch = collate_samples(samples, PAD, -100)
+    batch = collate_samples(samples, PAD)
     longest = max(len(sample["tokens"]) for sample in samples)
     assert batch["tokens"].shape == batch["labels"].shape == (5, longest)
     for row, sample in zip(batch["labels"], samples, strict=True):

@@ -17,7 +17,7 @@ def test_padding_equals_torchtunes(lengths, kind):
     ]
     plain = [{k: torch.as_tensor(s[k]).tolist() for k in ("tokens", "labels")} for s in samples]
     expected = padded_collate_sft(plain, padding_idx=99, ignore_idx=-100)
-    batch = pad_samples(samples, 99, -100)
+    batch = pad_samples(samples, 99)
     assert batch.keys() == expected.keys()
     for key, value in expected.items():
         assert batch[key].dtype == value.dtype and torch.equal(batch[key], value)

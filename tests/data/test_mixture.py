@@ -129,7 +129,7 @@ def test_a_data_loader_of_a_mixture_resumes(tmp_path, tokenizer, num_workers):
             mixture,
             4,
             num_workers=num_workers,
-            collate_fn=lambda samples: collate_samples(samples, 2, -100),
+            collate_fn=lambda samples: collate_samples(samples, 2),
         )
 
     whole, batches, states = loader(), [], []
@@ -148,7 +148,7 @@ def test_a_data_loader_of_a_mixture_resumes(tmp_path, tokenizer, num_workers):
 def test_a_batch_of_texts_and_packed_chats_has_masks_for_all(tmp_path, tokenizer):
     mixture = make_mixture(tmp_path, tokenizer)
     samples = list(itertools.islice(mixture, 12))
-    batch = collate_samples(samples, 2, -100)
+    batch = collate_samples(samples, 2)
     assert batch["tokens"].shape == batch["input_pos"].shape == (12, 120)
     causal = torch.ones(120, 120, dtype=torch.bool).tril()
     for row, sample in enumerate(samples):
@@ -160,7 +160,7 @@ def test_a_batch_of_texts_and_packed_chats_has_masks_for_all(tmp_path, tokenizer
 def test_unpacked_chats_are_padded_beside_texts(tmp_path, tokenizer):
     mixture = make_mixture(tmp_path, tokenizer, packed=False)
     samples = list(itertools.islice(mixture, 12))
-    batch = collate_samples(samples, 2, -100)
+    batch = collate_samples(samples, 2)
     assert batch["tokens"].shape == (12, 120) and set(batch) == {"tokens", "labels"}
     for row, sample in enumerate(samples):
         assert (batch["labels"][row, len(sample["tokens"]) :] == -100).all()

@@ -134,6 +134,8 @@ def test_codes_are_the_nearest_and_ties_go_inwards(sign):
     scale = sign * torch.tensor([[1.5]])
     w = sign * torch.tensor([[-9, -0.76, -0.75, 0, 0.75, 0.76, 2.25, 2.26, 9]])
     assert nearest_code(w, scale, TWO_BIT).tolist() == [[-1, -1, 0, 0, 0, 1, 1, 2, 2]]
+    with pytest.raises(ValueError, match=r"no rounding to the codes \(-2, -1, 1, 2\)"):
+        nearest_code(w, scale, (-2, -1, 1, 2))
     w = weight(5).float()
     codes = nearest_code(w, scale, TWO_BIT)
     assert torch.equal(codes.double(), CODES[((w / scale).unsqueeze(-1) - CODES).abs().argmin(-1)])

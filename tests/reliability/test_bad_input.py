@@ -138,7 +138,7 @@ CASES = {
     "convert convert.block_type=[Q4_0,auto]": "set convert.block_type=auto, or leave auto out",
     "convert convert.block_type=[]": "convert.block_type must name at least one",
     f"convert {PRETRAINED} convert.formats=[gguf] convert.block_type=TQ2_0": "no block of TQ2_0",
-    f"convert {PRETRAINED} convert.output=/proc/x": "output_dir /proc/x cannot be written",
+    f"convert {PRETRAINED} convert.output=/proc/x": "convert.output /proc/x cannot be written",
     f"convert {PRETRAINED} quantizer.group_size=48": "group_size 48 does not divide in_features 64",
     f"convert {PRETRAINED} checkpointer.model_type=QWEN2": "checkpointer.model_type is QWEN2",
     f"eval {TEXT} checkpointer.model_type=QWEN2": "checkpointer.model_type is QWEN2",
@@ -182,7 +182,7 @@ CASES = {
     "reconstruct reconstruct.num_samples=0": "reconstruct.num_samples must be at least 1; got 0",
     "reconstruct reconstruct.num_samples=4": "num_samples 4 must be at least batch_size 8",
     "reconstruct reconstruct.lr=-1": "reconstruct.lr must be in [0, 1]; got -1",
-    "reconstruct reconstruct.output=/proc/x": "output_dir /proc/x cannot be written",
+    "reconstruct reconstruct.output=/proc/x": "reconstruct.output /proc/x cannot be written",
     "reconstruct reconstruct.epochs=0": "reconstruct.epochs must be at least 1; got 0",
     "reconstruct reconstruct.memory=1": "unknown key reconstruct.memory",
 }

@@ -304,7 +304,7 @@ def told(caplog, cfg):
     with caplog.at_level(logging.WARNING):
         parsed = RunConfig.parse(cfg)
         planned = Run.of(parsed)
-        TrainingData(parsed, planned.tokenizer, ignore_index=-100, seed=0)
+        TrainingData(parsed, planned.tokenizer, seed=0)
     return caplog.text
 
 

@@ -192,6 +192,30 @@ def test_existing_files_are_not_overwritten_without_the_option(model_dir, output
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torchao", "torchao exists; choose another name .overwrite=True replaces other models"),
+        ("model.gguf", "model.gguf is a folder; remove it, or set convert.output"),
+    ],
+)
+def test_what_overwrite_may_not_replace_is_refused_before_anything_is_written(
+    model_dir, output_dir, name, message
+):
+    (output_dir / "converted" / name).mkdir(parents=True)
+    formats = "convert.formats=[huggingface,torchao,gguf]"
+    with pytest.raises(InputError, match=message):
+        convert(model_dir, output_dir, formats, "convert.overwrite=True")
+    assert [path.name for path in (output_dir / "converted").iterdir()] == [name]
+
+
+def test_several_processes_are_refused(model_dir, output_dir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="runs in one process, not in 2; run hestia convert"):
+        convert(model_dir, output_dir, "convert.formats=[gguf]")
+    assert not (output_dir / "converted").exists()
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),

@@ -19,7 +19,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.losses import distillation_loss_sum
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import folder_tensors
+from hestia_tune.models.sources import folder_tensors, folder_weights
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 IGNORED = -100
@@ -287,6 +287,17 @@ def test_a_teacher_of_another_shape_is_refused(model_dir, tmp_path):
     options = ("distillation.weight=1", f"distillation.teacher={other}")
     with pytest.raises(ValueError, match="of another model than the config's"):
         run(make_config(model_dir, tmp_path / "run", *options))
+
+
+def test_a_teacher_whose_names_cannot_be_converted_is_refused(model_dir, tmp_path, monkeypatch):
+    other = make_model_dir(tmp_path / "other")
+
+    def fail(*_):
+        raise KeyError("layers.0.odd")
+
+    monkeypatch.setattr(SafetensorsFolder, "read", fail)
+    with pytest.raises(InputError, match="other could not be read as LLAMA3_2: .*layers.0.odd"):
+        folder_weights("LLAMA3_2", other, llama(**SHAPE))
 
 
 def test_a_run_resumes_only_with_the_same_distillation(model_dir, tmp_path):

@@ -76,6 +76,7 @@ CASES = {
     "fsdp_cpu_offload=True": "fsdp_cpu_offload needs device cuda",
     "lr_scheduler.decay_ratio=0.95": "warmup_ratio + decay_ratio must be at most 1",
     "optimizer.lrr=1": "lrr",
+    "loss={_component_: hestia_tune.losses.CEWithChunkedOutputLoss, ignore_index: 5}": "index -100",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
 from hestia_tune.data import GeneratedChats, chat_dataset, self_generated_dataset
 from hestia_tune.models import HuggingFaceTokenizer
 from hestia_tune.models.decoder import model_of_transformers
+from hestia_tune.models.sources import META_FILE
 from hestia_tune.run import Run, TrainingRun
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
@@ -245,6 +247,38 @@ def test_all_stages_read_a_mixture(chat_model, tmp_path):
         assert (tmp_path / "run" / name).exists()
     data = TrainingRun.of(RunConfig.parse(cfg).changed(overwrite_output=True)).data
     assert isinstance(data.dataset.parts[1].stream.dataset, GeneratedChats)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optimizer.nope", 1, "optimizer: "),
+        ("lr_scheduler.nope", 1, "lr_scheduler: "),
+        ("loss._component_", "nope.Nope", "loss: "),
+        ("reconstruction", "/nope", "/nope"),
+        ("dataset_val._component_", "nope.Nope", "dataset_val could not be loaded"),
+        ("dataset", "text", "dataset could not be loaded: .*nowhere.jsonl"),
+        ("output_dir", "old", "holds a run at step 1"),
+    ],
+)
+def test_other_mistakes_are_found_before_the_model_writes(
+    chat_model, tmp_path, monkeypatch, key, value, message
+):
+    cfg = config(chat_model, tmp_path / "run")
+    if value == "text":
+        stream = {"_component_": "hestia_tune.data.streaming_text_dataset", "source": "json"}
+        stream |= {"data_files": str(tmp_path / "nowhere.jsonl"), "seq_len": SEQ_LEN}
+        cfg.dataset = [stream | {"weight": 0.5}, {**cfg.dataset, "weight": 0.5}]
+    elif value == "old":
+        meta = tmp_path / "run" / "checkpoints" / "step_1" / META_FILE
+        meta.parent.mkdir(parents=True)
+        meta.write_text("{}")
+    else:
+        OmegaConf.update(cfg, key, value, force_add=True)
+    monkeypatch.setattr(generation, "_generate_set", Mock(side_effect=AssertionError))
+    for command in (run_qat, check_run):
+        with pytest.raises(ValueError, match=message):
+            command(cfg)
 
 
 def test_epochs_and_damage(chat_model, tmp_path):

@@ -13,6 +13,7 @@ from tiny import SHAPE, logged, make_config, run, signal_at
 
 from hestia_tune.blocks import as_one
 from hestia_tune.commands.convert import ConvertRecipe
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
@@ -20,6 +21,7 @@ from hestia_tune.methods.two_bit import TwoBitMethod
 from hestia_tune.models import llama
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import folder_tensors
+from hestia_tune.run import Run
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
@@ -65,6 +67,20 @@ def trained_without_steps(cfg, output_dir, folder):
     assert before.keys() == after.keys()
     for name in filter(is_linear, before):
         assert torch.equal(after[name].float(), before[name].float()), name
+
+
+def test_which_linears_are_hard_depends_on_the_methods(tmp_path):
+    """A ternary model whose linears get eight levels does not continue from its codes."""
+    folder = ternary(tmp_path / "source")
+    cfg = make_config(folder, tmp_path / "run", "bits.average=5", "bits.choices=[ternary,int4]")
+    run = Run.of(RunConfig.parse(OmegaConf.merge(cfg, {"bits": {"by": "error"}})))
+    run.pretrained.read(run, run.undecided)
+    names = set(run.undecided.layers)
+    assert run.pretrained.hard(run.undecided).keys() == names
+    chosen = run.choosing(dict.fromkeys(names, "int4"))
+    assert set(chosen.layers) == names
+    chosen.pretrained.read(chosen, chosen.prepared)
+    assert chosen.pretrained.hard(chosen.prepared) == {}
 
 
 @pytest.mark.parametrize(

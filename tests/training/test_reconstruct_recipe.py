@@ -379,9 +379,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         mistral = functools.partial(check_can_hold, model_type="MISTRAL")
         patch.setattr(sources, "check_can_hold", lambda method, _: mistral(method))
-        with pytest.raises(
-            ValueError, match="only Llamas have room for it; got model_type MISTRAL"
-        ):
+        with pytest.raises(ValueError, match="Llamas .* have room for it; got model_type MISTRAL"):
             run_reconstruct(cfg)
     assert run_reconstruct(cfg) == 0
     folder = tmp_path / "reconstruction"
@@ -464,7 +462,7 @@ def test_training_after_a_reconstruction_has_another_order(model_dir, tmp_path, 
     [drawn] = calibration_batches(parsed, planned.tokenizer, num_samples=8, batch_size=8)
 
     def first(parsed):
-        data = TrainingData(parsed, planned.tokenizer, ignore_index=-100, seed=0)
+        data = TrainingData(parsed, planned.tokenizer, seed=0)
         return next(data.begin(0))["tokens"]
 
     alone = first(parsed)
