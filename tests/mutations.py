@@ -46,7 +46,7 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
 _FIRST_TESTS = 10  # the quickest of these: most mutations need no others
-_PATIENCE = 240.0  # seconds for the tests of a mutation, which may not end
+_PATIENCE = 100.0, 240.0  # seconds for the first tests and for the others, which may not end
 _FORKS = multiprocessing.get_context("forkserver")
 # What the package imports takes longer than most tests. The package itself must be the mutated one.
 _FORKS.set_forkserver_preload(
@@ -182,8 +182,8 @@ def draw(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
     return drawn
 
 
-def fails(copy_of: Path, tests: list[str]) -> bool:
-    """Whether one of the tests fails in a copy of the repository."""
+def fails(copy_of: Path, tests: list[str], patience: float) -> bool:
+    """Whether one of the tests fails in a copy of the repository, or does not end in time."""
     files, names = set(), set()
     for context in tests:  # such as test_qat.test_a_layer, or methods.test_x.Class.test_y
         parts = context.split(".")
@@ -193,10 +193,10 @@ def fails(copy_of: Path, tests: list[str]) -> bool:
     options = ["-x", "-q", "-p", "no:cacheprovider", "-k", " or ".join(sorted(names))]
     process = _FORKS.Process(target=_run_pytest, args=(str(copy_of), [*options, *sorted(files)]))
     process.start()
-    process.join(_PATIENCE)
+    process.join(patience)
     if process.exitcode is None:
         end_job(process)
-        print(f"tests did not end in {_PATIENCE:.0f} s, which counts as caught", flush=True)
+        print(f"tests did not end in {patience:.0f} s, which counts as caught", flush=True)
         return True
     return process.exitcode == 1  # 5 would say that no test was found
 
@@ -220,7 +220,8 @@ def is_caught(copy_of: Path, mutation: Mutation, tests: list[str]) -> bool:
     try:
         file.write_text(mutation.source, "utf-8")
         goes = (tests[:_FIRST_TESTS], tests[_FIRST_TESTS:])
-        return any(fails(copy_of, some) for some in goes if some)
+        timed = zip(goes, _PATIENCE, strict=True)
+        return any(fails(copy_of, some, patience) for some, patience in timed if some)
     finally:
         file.write_text(before, "utf-8")
 

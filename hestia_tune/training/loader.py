@@ -529,10 +529,12 @@ class TrainingData:
             files = getattr(getattr(dataset, "config", None), "files", "dataset")
             about = f"{size}, " if size else ""
             number = max(1, round(count))
+            is_written = isinstance(dataset, GeneratedChats)
+            remedy = "raise its num_sequences with another cache_dir" if is_written else "add data"
             self._report(
                 f"{files} is short ({about}{number:,} sequence{'s' * (number != 1)} of up to "
-                f"{self.seq_len} tokens): the run will read it {passes:,.0f} times; add data, or "
-                f"lower max_steps (now {self.total_steps:,})"
+                f"{self.seq_len} tokens): the run will read it {passes:,.0f} times; {remedy}, "
+                f"or lower max_steps (now {self.total_steps:,})"
             )
 
     def tokens_read(self, step: int, seen: int) -> str:

@@ -228,7 +228,7 @@ def test_a_stop_changes_nothing(chat_model, tmp_path, monkeypatch):
     generate(cfg)
 
 
-def test_all_stages_read_a_mixture(chat_model, tmp_path):
+def test_all_stages_read_a_mixture(chat_model, tmp_path, caplog):
     """torchtune builds this model. hestia_qat writes the chats before the first stage."""
     more = ("sensitivity=auto", "schedule.alpha=0.4", "reconstruction=auto", "max_steps=3")
     more += ("sensitivity_estimation.curvature=fisher", "sensitivity_estimation.num_samples=4")
@@ -247,6 +247,9 @@ def test_all_stages_read_a_mixture(chat_model, tmp_path):
         assert (tmp_path / "run" / name).exists()
     data = TrainingRun.of(RunConfig.parse(cfg).changed(overwrite_output=True)).data
     assert isinstance(data.dataset.parts[1].stream.dataset, GeneratedChats)
+    more = RunConfig.parse(cfg).changed(overwrite_output=True, max_steps=400)
+    TrainingRun.of(more)
+    assert "raise its num_sequences with another cache_dir, or lower max_steps" in caplog.text
 
 
 @pytest.mark.parametrize(
