@@ -80,6 +80,29 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
+def write_tensors(
+    path: Path, state: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as a safetensors file. The file appears whole.
+
+    Args:
+        path: The file.
+        state: Name -> tensor, contiguous, no two of which share memory.
+        metadata: The texts of the file's header.
+
+    Raises:
+        InputError: If the disk is full, or the file cannot be written for another reason.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        with staged(path) as temporary:
+            save_file(dict(state), temporary, metadata=dict(metadata or {}) or None)
+    except SafetensorError as error:  # it stands for the errors of the operating system, too
+        raise InputError(f"{path} could not be written: {one_line(error)}; make room") from error
+
+
 def checksum(path: Path) -> str:
     """Return the SHA-256 of a file that is not empty, in hexadecimal digits."""
     return hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest()
@@ -258,16 +281,28 @@ def digest(value: Any) -> str:
 def differences(identity: Mapping[str, Any], saved: Any, prefix: str = "") -> list[str]:
     """Return the keys of ``identity`` whose values differ from the values in ``saved``.
 
+    Keys that only ``saved`` has are options of earlier versions and do not count, except in the
+    section of a component: it has just the options that the config gives, and one that is left out
+    has its default.
+
     Args:
         identity: The identity of the present run.
-        saved: The identity in a file. Keys that only this identity has do not count.
+        saved: The identity in a file.
         prefix: The start of every returned key. Nested keys are joined by dots.
     """
+    return _differences(identity, saved, prefix, is_component=False)
+
+
+def _differences(
+    identity: Mapping[str, Any], saved: Any, prefix: str, *, is_component: bool
+) -> list[str]:
+    is_component = is_component or "_component_" in identity
+    others = saved if isinstance(saved, Mapping) else {}
     odd = []
-    for key, value in identity.items():
-        other = saved.get(key, ...) if isinstance(saved, Mapping) else ...
+    for key in [*identity, *(others.keys() - identity.keys() if is_component else ())]:
+        value, other = identity.get(key, ...), others.get(key, ...)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
-            odd += differences(value, other, f"{prefix}{key}.")
+            odd += _differences(value, other, f"{prefix}{key}.", is_component=is_component)
         elif value != other:
             odd.append(f"{prefix}{key}")
     return odd

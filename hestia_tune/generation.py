@@ -133,7 +133,8 @@ def _generate_set(run: Run, settings: GeneratedConfig) -> None:
     source["batch_size"] = size
     if settings.chats:
         source["chat_template"] = digest(run.tokenizer.chat_template)
-    parts = Path(f"{settings.cache_dir}.{digest(source)}")
+    target = Path(settings.cache_dir)
+    parts = target.with_name(f"{target.name}.{digest(source)}")
     suffix = "json" if settings.chats else "npy"
     count = -(-settings.num_sequences // size)
     paths = [parts / f"{number}.{suffix}" for number in range(count)]

@@ -235,15 +235,25 @@ def _fit_training(run: TrainingRun, room: float) -> Fit:
         tried = sizes if number or not recomputed else [s for s in sizes if s not in few]
         for size, need in _training_bytes(with_changes(whole, way), tried).items():
             if need <= room:
-                changes = way if size == each else {"batch_size": size, **way}
+                changes = _micro_batches(config, size) | way
                 return changes, {TRAINING: need}, _reasons(run, changes)
     return {}, {TRAINING: need}, ["The training does not fit."]
+
+
+def _micro_batches(config: RunConfig, size: int) -> dict[str, Any]:
+    """Return the changes that make micro-batches of a size in steps of as many sequences."""
+    if size == config.batch_size:
+        return {}
+    if config.global_batch_size is not None:  # the number of micro-batches follows from it
+        return {"batch_size": size}
+    count = (config.gradient_accumulation_steps or 1) * config.batch_size // size
+    return {"batch_size": size, "gradient_accumulation_steps": count}
 
 
 def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     """Return the peak of the training for each micro-batch size, of which the first is largest."""
     short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
-    runs = {size: with_changes(run, {"batch_size": size}) for size in sizes}
+    runs = {size: with_changes(run, _micro_batches(run.config, size)) for size in sizes}
     peaks: dict[int, float] = {}
     # How logits are held changes with their size, and so does the slope.
     for _, group in groupby(sizes, lambda size: runs[size].drops_logits):
@@ -258,6 +268,8 @@ def _reasons(run: TrainingRun, changes: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each change of the training."""
     whole = sum(value.numel() for value in run.model.parameters())
     texts = {
+        "gradient_accumulation_steps": "A step has "
+        f"{changes.get('gradient_accumulation_steps')} micro-batches.",
         "batch_size": f"A micro-batch has {changes.get('batch_size')} sequences; the sequences per "
         "step stay the same.",
         "enable_activation_checkpointing": "The activations of every block are computed twice, "

@@ -37,7 +37,7 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import load_format, stacked_layers
-from hestia_tune.files import read_json, read_state
+from hestia_tune.files import read_json, read_state, require_writable_dir
 from hestia_tune.losses import output_chunks
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import GroupSize, latent_of_hard
@@ -53,7 +53,7 @@ from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.loader import TrainingData, require_generated
 from hestia_tune.training.optimizer import check_optimizer
-from hestia_tune.training.outputs import LATENTS_FILE, read_results
+from hestia_tune.training.outputs import LATENTS_FILE, read_results, require_results
 
 log = logging.getLogger(__name__)
 
@@ -562,8 +562,16 @@ def _begin(config: RunConfig, is_here: bool = True) -> tuple[RunConfig, torch.de
         config = config.changed()
     say_choices(config)
     if config.seed is None:
-        config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
+        config = config.changed(seed=on_first_rank(_new_seed, config))
     return config, device
+
+
+def _new_seed(config: RunConfig) -> int:
+    """Return the seed of the checkpoint to resume from, or a random one."""
+    folder = Path(config.output_dir) / "checkpoints"
+    if config.resume_from_checkpoint and (saved := sources.complete_checkpoints(folder)):
+        return int(sources.read_meta(saved[-1][1])["identity"]["seed"])
+    return random.randrange(2**31)
 
 
 def _date_of(path: Path | None) -> str:
@@ -709,6 +717,25 @@ def check_training(run: Run) -> None:
             _evaluator(run)
         with check():
             read_starts(config, run.prepared)
+        with check():
+            if config.reconstruction == "auto":
+                check_reconstruction(config)
+
+
+def check_reconstruction(config: RunConfig) -> None:
+    """Check what a reconstruction of a config needs of the ranks and of its folder.
+
+    Raises:
+        InputError: If ``reconstruct.batch_size`` is not a multiple of the number of ranks, or the
+            folder cannot be written.
+    """
+    size, ranks = config.reconstruct.batch_size, dist.get_world_size()
+    if size % ranks:
+        raise InputError(
+            f"reconstruct.batch_size {size} must be a multiple of the {ranks} ranks, which share "
+            "every batch; change it"
+        )
+    require_writable_dir(str(config.reconstruct.output), "reconstruct.output")
 
 
 def _evaluator(run: Run) -> Evaluator | None:
@@ -724,6 +751,9 @@ def _training_run(run: Run, loss: Any, data: TrainingData, path: Path | None) ->
     config = run.config
     evaluator = artifact = start = resume = None
     with collecting() as check:
+        with check():
+            if config.reconstruction == "auto":
+                check_reconstruction(config)
         with check():
             evaluator = _evaluator(run)
         with check():
@@ -768,7 +798,9 @@ def read_starts(
         # Linears that stay dense may have been measured, too.
         dense = set(prepared.component.left_dense) & artifact.traces.keys()
         artifact.check_model({*prepared.layers, *dense})
-    # With a budget, the methods of a reconstruction are compared after they are chosen.
-    if config.reconstruction not in (None, "auto") and config.bits.average is None:
-        start = read_results(config.reconstruction, prepared.component.key(), prepared.layers)
+    if config.reconstruction not in (None, "auto"):
+        if config.bits.average is None:
+            start = read_results(config.reconstruction, prepared.component.key(), prepared.layers)
+        else:  # the methods of a reconstruction are compared after they are chosen
+            require_results(config.reconstruction)
     return artifact, start

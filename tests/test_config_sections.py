@@ -51,7 +51,11 @@ def in_range(rule, names, values):
     return [(name, value, ValueError, rule) for name in names for value in values]
 
 
-STRINGS, COUNTS, OPTIONAL_COUNTS = ([1], None), (2.5, "many", None, True, [2]), (2.5, "many", True)
+STRINGS, COUNTS, OPTIONAL_COUNTS = (
+    ([1], None, False),
+    (2.5, "many", None, True, [2]),
+    (2.5, "many", True),
+)
 WRONG = {
     ScheduleConfig: [
         *of_type(("rho", "alpha", "hard_fraction"), ("much", None, True)),

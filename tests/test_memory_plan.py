@@ -79,6 +79,17 @@ def test_a_reconstruction_without_the_training():
     assert "options: " in small.table() or not small.changes
 
 
+def test_the_sequences_of_a_step_stay_without_a_global_batch_size():
+    options = ("global_batch_size=null", "gradient_accumulation_steps=2", "batch_size=32")
+    whole = config(*options, "dataset.num=128")
+    size = fit_to_memory(whole, 100).peak[TRAINING] / 0.9e9
+    small = fit_to_memory(whole, 0.15 * size)
+    assert small.changes["batch_size"] == 16
+    final = changed(whole.changed(device="cuda"), small.changes)
+    assert final.batch_size * final.gradient_accumulation_steps == 64
+    assert len(small.reasons) == len(small.changes)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
 def test_a_sensitivity_that_bits_read_is_planned(alpha):
     """Where it does not fit, the errors of the weights choose the bits."""

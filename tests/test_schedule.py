@@ -237,6 +237,12 @@ def test_contexts_nest():
             assert set(state(layers).values()) == {(0.0, 1.0)}
         assert {pressure for _, pressure in state(layers).values()} == {0.0}
     assert state(layers) == before
+    fakes = [layer.weight_fake_quantizer for layer in layers.values()]
+    with driver.hard():
+        with driver.latent():
+            assert not any(fake.is_hard for fake in fakes)
+        assert all(fake.is_hard for fake in fakes) and {*state(layers).values()} == {(0.0, 1.0)}
+    assert state(layers) == before and not any(fake.is_hard for fake in fakes)
 
 
 def test_driver_errors():

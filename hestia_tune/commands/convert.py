@@ -28,14 +28,16 @@ from hestia_tune.export.format import (
     model_name,
     stacked_layers,
 )
-from hestia_tune.export.huggingface import check_target, write_card
-from hestia_tune.files import require_writable_dir, write_json
+from hestia_tune.export.huggingface import CARD_FILE, check_target, write_card
+from hestia_tune.files import read_json, require_writable_dir, write_json
 from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
 from hestia_tune.qat.linear import methods_of
 
 log = logging.getLogger(__name__)
+
+SIZES_FILE = "sizes.json"
 
 
 class ConvertRecipe:
@@ -123,7 +125,20 @@ class ConvertRecipe:
                 check_target(self.source.folder, target, self.settings.overwrite)
             elif target.is_dir():
                 raise InputError(f"{target} is a folder; remove it, or set convert.output")
+            else:
+                self._check_card(form)
         return chosen
+
+    def _check_card(self, form: Format) -> None:
+        """Raise InputError if the card of a file would replace a README.md of the user's."""
+        card = form.card_folder(self.output) / CARD_FILE
+        if self.settings.overwrite or not card.is_file():
+            return
+        if "hestia_tune" not in card.read_text(encoding="utf-8", errors="replace"):
+            raise InputError(
+                f"{card} exists, and the file's model card has this name; set convert.output to "
+                "another folder, or convert.overwrite=True to replace it"
+            )
 
     @contextlib.contextmanager
     def _unless_asked(self, name: str) -> Iterator[None]:
@@ -196,7 +211,8 @@ class ConvertRecipe:
             weights=partial(sources.folder_tensors, self.config.model_type, self.source),
             latents=latents,
         )
-        summaries = {}
+        summaries: dict[str, dict[str, Any]] = {}
+        kept = self._earlier_sizes()
         for name, form in self.formats.items():
             target = form.target(self.output)
             log.info(f"writing {target}")
@@ -210,8 +226,18 @@ class ConvertRecipe:
                     evaluation=Path(self.config.eval.output),
                     origin=self.source.folder,
                 )
-        write_json(self.output / "sizes.json", summaries)
+                write_json(self.output / SIZES_FILE, kept | summaries)
         return summaries
+
+    def _earlier_sizes(self) -> dict[str, dict[str, Any]]:
+        """Return the sizes of the formats that earlier conversions have left in the folder."""
+        path = self.output / SIZES_FILE
+        earlier = read_json(path) if path.is_file() else {}
+        return {
+            name: sizes
+            for name, sizes in earlier.items()
+            if name in FORMATS and load_format(name).target(self.output).exists()
+        }
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -225,10 +251,10 @@ def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for name, sizes in summaries.items():
-        whole = sizes["whole_bits_per_weight"]
+        whole, quantized = sizes["whole_bits_per_weight"], sizes["quantized_bits_per_weight"]
+        bits = "-" if quantized is None else f"{quantized:.3f}"  # nothing is packed
         lines.append(
-            f"| {name} | {sizes['bytes'] / 1e6:.1f} | {sizes['quantized_bits_per_weight']:.3f} | "
-            f"{whole:.3f} | {whole / 16:.1%} |"
+            f"| {name} | {sizes['bytes'] / 1e6:.1f} | {bits} | {whole:.3f} | {whole / 16:.1%} |"
         )
     return "\n".join(lines)
 

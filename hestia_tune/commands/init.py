@@ -403,6 +403,7 @@ def _look_at_data(data: str) -> Found:
     except Exception as error:  # the library raises many unrelated types
         hint = "every line must be a JSON object" if source == "json" else "check the file"
         raise InputError(f"{data} cannot be read: {one_line(error)}; {hint}") from error
+    is_whole = len(first) < _ROWS
     first = [row for row in first if source != "text" or row["text"].strip()]
     columns = list(first[0]) if first else []
     form = chat_format(first[0]) if first and source != "text" else None
@@ -423,13 +424,15 @@ def _look_at_data(data: str) -> Found:
         column=None if form else "text" if "text" in texts else longest,
         texts=texts,
         rows=first,
-        num_rows=_count_rows(source, known, first),
+        num_rows=_count_rows(source, known, first, is_whole),
     )
 
 
-def _count_rows(source: str, files: Sequence[str], first: Sequence[Mapping]) -> int | None:
+def _count_rows(
+    source: str, files: Sequence[str], first: Sequence[Mapping], is_whole: bool
+) -> int | None:
     """Return the number of rows of files, or an estimate from their sizes. None: unknown."""
-    if len(first) < _ROWS and (source != "text" or len(files) == 1):
+    if is_whole and (source != "text" or len(files) == 1):
         return len(first)
     if source == "parquet":
         with contextlib.suppress(Exception):  # a compressed or a remote file

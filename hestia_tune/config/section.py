@@ -194,7 +194,8 @@ def _typed(kind: Any, value: Any, key: str, words: tuple[str, ...] = ()) -> Any:
     first, others = kinds[0], kinds[1:]
     if get_origin(first) is list:
         raise InputTypeError(f"{key}: give a list, such as [a, b]; got {value!r}")
-    if kinds == (str,) and isinstance(value, str | int | float | PurePath):
+    is_text = isinstance(value, str | int | float | PurePath) and not isinstance(value, bool)
+    if kinds == (str,) and is_text:
         return str(value)
     if not others and isinstance(value, str | int | float) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):

@@ -30,10 +30,12 @@ _PAIRS = (
     ("user", "assistant"),
     ("input", "output"),
 )
+# First column of a pair -> columns with a text that the user adds, one of which is read.
+_FURTHER = {"instruction": ("input", "context"), "question": ("context",)}
 _SYSTEM = ("system", "system_prompt")
 RECOGNISED = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction "
-    "with input and output, question and answer"
+    "with input or context and output, question with context and answer"
 )
 # Role names of ShareGPT and its relatives -> roles of chat templates.
 _ROLES = {
@@ -100,8 +102,8 @@ def chat_format(columns_or_row: Iterable[str] | Mapping[str, Any]) -> str | None
             return name
     for pair in _PAIRS:
         if all(name in names and _is_side(columns_or_row, name, is_row) for name in pair):
-            with_input = pair[0] == "instruction" and "input" in names
-            return " + ".join((pair[0], "input", pair[1]) if with_input else pair)
+            further = [name for name in _FURTHER.get(pair[0], ()) if name in names][:1]
+            return " + ".join((pair[0], *further, pair[1]))
     return None
 
 
@@ -215,7 +217,7 @@ def _read_pair(
             sides = zip(("user", "assistant"), exchange, strict=True)
             before += [{"role": role, "content": str(text)} for role, text in sides]
     if isinstance(prompt, str):
-        further = row.get("input") if "input" in names[1:-1] else None
+        further = row.get(names[1]) if len(names) > 2 else None
         text = f"{prompt}\n{further}" if isinstance(further, str) and further.strip() else prompt
         is_plain = is_plain and text == prompt and not before
         before.append({"role": "user", "content": text})
@@ -350,8 +352,11 @@ def reply_spans(
         else:
             # The text may begin before the reply, in a thought that the prompt has opened.
             text = str(messages[index].get("content") or "").strip()
-            text_end = whole.rfind(text, 0, end) + len(text) if text else -1
-            if begin < text_end:
+            if whole.find(text, 0, end) < 0:  # the template has dropped the thought
+                text = text.rpartition("</think>")[2].strip()
+            found = whole.rfind(text, 0, end) if text else -1
+            text_end = found + len(text)
+            if found >= 0 and begin < text_end:
                 end = text_end + len(_turn_end(whole[text_end:end]))
         spans.append((begin, end))
     return spans

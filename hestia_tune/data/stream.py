@@ -416,8 +416,17 @@ class RowStream(Stream, Generic[Document]):
         return number, f"{'' if is_whole else 'about '}{_size(characters)}"
 
     def identity(self) -> list:
-        config = self.config
-        return [self._digest, config.seq_len, config.seed, config.shuffle_buffer, *self._share()]
+        config, (share, num_shares) = self.config, self._share()
+        values = [self._digest, config.seq_len, config.seed, config.shuffle_buffer, share]
+        # Earlier versions divided few files among the shares, if their number allowed it.
+        few = not self._divides_files and num_shares > 1 and not self._rows.num_shards % num_shares
+        return [*values, num_shares, *["rows"] * few]
+
+    @property
+    def _divides_files(self) -> bool:
+        """Whether every share reads files of its own, instead of some rows of all files."""
+        num_shares = self._share()[1]
+        return num_shares == 1 or self._rows.num_shards >= LEAST_FILES * num_shares
 
     def state_dict(self) -> dict[str, Any]:
         return self._place | {"stream": self.identity()}
@@ -481,7 +490,13 @@ class RowStream(Stream, Generic[Document]):
             DataStreamError: If the share has no documents, or data cannot be read.
         """
         config, (share, num_shares) = self.config, self._share()
-        strategy = "shards" if self._rows.num_shards >= LEAST_FILES * num_shares else "auto"
+        strategy = "shards" if self._divides_files else "examples"
+
+        def read(row: dict[str, Any], number: int) -> tuple[Any, int] | None:
+            """Read a row. In one file, every share counts all rows."""
+            is_share = num_shares > 1 and not self._divides_files
+            return self._read(row, (number - 1) * num_shares + share + 1 if is_share else number)
+
         while config.epochs is None or place["epoch"] < config.epochs:
             seed = f"{config.seed}/{place['epoch']}"
             rows = split_dataset_by_node(self._rows, share, num_shares, strategy=strategy)
@@ -492,7 +507,7 @@ class RowStream(Stream, Generic[Document]):
             if place["rows"] is not None:
                 rows.load_state_dict(place["rows"])
             size, first = config.shuffle_buffer or self.ordered_block, place.get("row", 0)
-            for block, row in row_blocks(rows, config, size, self._read, first):
+            for block, row in row_blocks(rows, config, size, read, first):
                 following = rows.state_dict()
                 if config.shuffle_buffer:
                     block_seed = f"{seed}/{share}/{num_shares}/{place['block']}"

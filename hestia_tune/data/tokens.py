@@ -303,7 +303,8 @@ def write_chats(
             "tokens; raise dataset.seq_len, or let a model without training on chats write plain "
             "text: dataset.chats=False"
         )
-    few = f"; a larger seq_len than {source['seq_len']} keeps more" if 2 * len(chats) < count else ""
+    is_short = 2 * len(chats) < count
+    few = f"; a larger seq_len than {source['seq_len']} keeps more" if is_short else ""
     log.info(
         f"{folder}: {len(chats):,} of {count:,} chats are kept; the others have a turn that does "
         f"not end, or a special token in a turn{few}"

@@ -574,6 +574,9 @@ def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
         metadata = gguf.Metadata.load(None, folder, None, parameters)  # reads README.md
     except (ValueError, yaml.YAMLError):  # README.md may hold anything
         metadata = gguf.Metadata(name=folder.name)
+    for name in ("languages", "tags"):  # YAML reads the language "no" as False
+        if (values := getattr(metadata, name)) is not None:
+            setattr(metadata, name, ["no" if value is False else str(value) for value in values])
     metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
     metadata.set_gguf_meta_model(writer)
     model.add_to(writer)
@@ -654,10 +657,12 @@ def _token_texts(folder: Path) -> dict[int, str]:
 
 
 def _template_of(folder: Path) -> str | None:
-    """Return Go's template of a folder's chat template, or None if the roles are not separate."""
+    """Return Go's template of a folder's chat template, or None if it cannot be said in it."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if "strftime_now" in str(tokenizer.chat_template):  # the file would say today's date forever
+        return None
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(roles: str, is_prompt: bool = False) -> str:

@@ -366,6 +366,8 @@ def builder_config(source: ModelFolder) -> dict[str, Any]:
     """Return a config.json for the builder, whose tables of positions are replaced afterwards."""
     full = full_config(source.folder)
     config = {key: value for key, value in full.items() if not isinstance(value, (dict, list))}
+    if full.get("eos_token_id") is not None:  # may be a list
+        config["eos_token_id"] = full["eos_token_id"]
     config["layer_types"] = _kinds(full)
     config["architectures"] = [ARCHITECTURES[source.config["architectures"][0]]]
     rope = {"rope_type": "default", "rope_theta": 10000.0}

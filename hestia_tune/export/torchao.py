@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from torchao.utils import TorchAOBaseTensor
 
+from hestia_tune.components import has_torchtune
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.export.format import PROMPT, Format, check_products, python_line
 from hestia_tune.export.huggingface import sizes, write_folder
@@ -188,7 +189,7 @@ model = hestia_tune.load_quantized("MODEL")
         )
 
     def run_lines(self, path, name, *, is_chat=False):
-        if (path / "generate.yaml").is_file():
+        if has_torchtune() and (path / "generate.yaml").is_file():
             config = shlex.quote(str(path / "generate.yaml"))
             return [f"tune run generate --config {config} prompt.user={PROMPT!r}"]
         code = f"import hestia_tune; print(hestia_tune.load_quantized({str(path)!r}))"

@@ -107,6 +107,11 @@ class HestiaCallback(TrainerCallback):
             ),
             (needs_group, "learned parameters take no weight_decay and no parameter_lr; unset it"),
             (biased, f"{biased} leaves biases; train with hestia_qat"),
+            (
+                any(part.config.target != "dense" for part in self.component.components),
+                "the Trainer saves dense weights; leave target out, and pack them by `hestia "
+                "convert` or hestia_tune.tensors.pack",
+            ),
         ):
             if is_refused:
                 raise InputError(f"HestiaCallback: {message}")

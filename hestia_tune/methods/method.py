@@ -399,16 +399,22 @@ def fused(key: str, formula: str):
 def _formula_operator(
     key: str, formula: str, tensors: list[Tensor], parameters: list[Tensor]
 ) -> list[Tensor]:
-    return _as_list(fused(key, formula)(*tensors, parameters))
+    return _no_aliases(fused(key, formula)(*tensors, parameters), tensors)
 
 
 @_formula_operator.register_fake
 def _(key, formula, tensors, parameters):
-    return _as_list(getattr(Method.from_key(key), formula)(*tensors, parameters))
+    return _no_aliases(getattr(Method.from_key(key), formula)(*tensors, parameters), tensors)
 
 
-def _as_list(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+def _no_aliases(result: Tensor | Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results as a list, with copies of those that are inputs.
+
+    An operator may not return an input. The gradient of a straight-through method is one.
+    """
+    given = {id(tensor) for tensor in inputs}
+    results = [result] if isinstance(result, Tensor) else result
+    return [value.clone() if id(value) in given else value for value in results]
 
 
 def weight_grad(

@@ -307,6 +307,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # The files that are fetched from the hub: configuration, weights and tokenizer, but no code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
+_HUB_FILES += ["README.md"]  # the license, for the cards of what is made from the model
 _NOT_FETCHED = ["consolidated*", "original/*", "onnx/*", "*.fp16.safetensors"]  # second copies
 # Tokenizer, chat template, generation settings and licenses.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
@@ -705,7 +706,7 @@ def side_files(folder: Path) -> list[Path]:
     Raises:
         InputError: If a path is a link out of the folder. Links to the hub's cache are allowed.
     """
-    allowed = folder.resolve(), folder.resolve().parents[1] / "blobs"
+    allowed = folder.resolve(), folder.resolve().parent.parent / "blobs"
     paths = [path for pattern in _SIDE_FILES for path in folder.glob(pattern)]
     for part in (part for path in paths for part in (path, *path.rglob("*"))):
         if not any(part.resolve().is_relative_to(place) for place in allowed):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from hestia_tune.errors import InputError, InputTypeError, nearest, require_number
+from hestia_tune.errors import InputError, InputTypeError, nearest, require_number, warn_once
 from hestia_tune.files import digest
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn, methods_of
@@ -121,9 +121,14 @@ def transform(module: Any, config: QATConfigBase, name: str = "a linear") -> nn.
     if config.step == "convert":
         is_quantized = isinstance(module, QuantizedLinear)
         return module.to_hard_linear(config.pack, name) if is_quantized else module
-    if isinstance(module, QuantizedLinear):
-        return module
     method = config.method()
+    if isinstance(module, QuantizedLinear):
+        if module.method != method:
+            warn_once(
+                f"a linear that is prepared for {module.method.key()} keeps this method and does "
+                f"not get {method.key()}; prepare the model anew to change it"
+            )
+        return module
     method.check_layer(module.in_features, module.out_features, str(module))
     return QuantizedLinear.from_linear(module, method, **scalars)
 

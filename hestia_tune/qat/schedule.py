@@ -83,15 +83,15 @@ class ScheduleDriver:
     @contextlib.contextmanager
     def _temporarily(self, pressure: float, hard: Collection[str]) -> Iterator[None]:
         fakes = [layer.weight_fake_quantizer for layer in self.layers.values()]
-        before = [(fake.tau.clone(), fake.pressure.clone()) for fake in fakes]
+        before = [(fake.tau.clone(), fake.pressure.clone(), fake.is_hard) for fake in fakes]
         for name, fake in zip(self.layers, fakes, strict=True):
             fake.is_hard = name in hard
         self.write(dict.fromkeys(self.layers, 0.0), pressure)
         try:
             yield
         finally:
-            for fake, (old_tau, old_pressure) in zip(fakes, before, strict=True):
-                fake.is_hard = False
+            for fake, (old_tau, old_pressure, was_hard) in zip(fakes, before, strict=True):
+                fake.is_hard = was_hard
                 fake.tau.copy_(old_tau)
                 fake.pressure.copy_(old_pressure)
             self._after_write()

@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -63,7 +62,7 @@ from hestia_tune.blocks import (
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, summed
 from hestia_tune.errors import NotFiniteError, size_text
-from hestia_tune.files import read_json, read_state, remove, staged, write_json
+from hestia_tune.files import read_json, read_state, remove, staged, write_json, write_tensors
 from hestia_tune.graphs import Graphed
 from hestia_tune.losses import divergence
 from hestia_tune.models.loading import build_buffers
@@ -531,8 +530,7 @@ class Windows:
                 values = layer.method.initial_parameters(weight.float())
                 keys = (f"{name}.{key}" for key in layer.method.parameter_names)
                 initial |= zip(keys, values, strict=True)
-            with staged(path) as temporary:
-                save_file(initial, temporary)
+            write_tensors(path, initial)
 
         on_first_rank(write, share=False)
         self._model.load_state_dict(read_state(path), assign=True)

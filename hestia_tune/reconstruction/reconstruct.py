@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ from hestia_tune.distributed import (
     totals_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line, size_text
-from hestia_tune.files import digest, remove, require_writable_dir, write_json
+from hestia_tune.files import digest, remove, write_json
 from hestia_tune.losses import divergence
 from hestia_tune.models import loading
 from hestia_tune.plots import plot_errors
@@ -78,7 +79,7 @@ from hestia_tune.reconstruction.window import (
     run_blocks,
     spans_to_train,
 )
-from hestia_tune.run import Run, TrainingRun
+from hestia_tune.run import Run, TrainingRun, check_reconstruction
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import loader, outputs
@@ -291,13 +292,9 @@ class ReconstructionRecipe:
     def __init__(self, run: Run):
         run.require_bits()
         self.parent, self.config, self.settings = run, run.config, run.config.reconstruct
-        self.output = require_writable_dir(str(self.settings.output), "reconstruct.output")
+        check_reconstruction(run.config)
+        self.output = Path(str(self.settings.output))
         self.device, self.dtype = run.device, run.dtype
-        if self.settings.batch_size % dist.get_world_size():
-            raise InputError(
-                f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
-                f"{dist.get_world_size()} ranks, which share every batch; change it"
-            )
         self.losses: dict[str, float] = {}
         self.results: list[WindowResult] = []
         self.finished = self.computed = False

@@ -122,6 +122,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         self._model, self._teacher, self._weights = built.model, built.teacher, built.weights
         self.schedule, self.driver = built.schedule, built.driver
         self._identity, self.validation_losses = built.identity, built.losses
+        self._validation = outputs.validation_identity(config)
         self._hard_start = built.hard_start
         if self._is_rank_zero:
             is_disk = str(config.metric_logger["_component_"]).endswith(".DiskLogger")
@@ -179,6 +180,9 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             if run.resume is None:  # delete an earlier run's files now that all checks passed
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
                     remove(self.output_dir / name)
+                evaluation = Path(config.eval.output)  # of the earlier model
+                if evaluation.parent == self.output_dir:
+                    remove(evaluation)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
             self._seconds = max((row.get("seconds", 0.0) for row in self.history.rows), default=0.0)
 
@@ -188,6 +192,12 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         self.global_step, self.epochs_run = resume.meta["step"], resume.rank_state["epoch"]
         self.tokens_seen = resume.meta.get("tokens_seen", 0)
         self.validation_losses = dict(resume.meta["validation_losses"])
+        if resume.meta.get("validation", self._validation) != self._validation:
+            log.info(
+                "the validation data are not those of the checkpoint, so the table has no losses "
+                "from before training"
+            )
+            self.validation_losses = {}
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(resume.rank_state["lr_scheduler"])
         if resume.meta["world_size"] == self.world_size:
@@ -346,6 +356,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
                 "validation_losses": {
                     k: v for k, v in self.validation_losses.items() if k != outputs.HARD
                 },
+                "validation": self._validation,
                 "tokens_seen": self.tokens_seen,
                 "date": self.data.date,
             },

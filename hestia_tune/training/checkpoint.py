@@ -53,6 +53,8 @@ _SAME_TO_RESUME = (
     *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
     *("shuffle", "dtype", "distillation", "frozen_modules"),
 )
+# Checkpoints of earlier versions lack these settings.
+_ADDED = ("quantizer.scale_lr", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,8 +288,12 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
 def config_identity(config: RunConfig, component: Component) -> dict[str, Any]:
     """Return the parts of a config that must not change when a run is resumed."""
     sections = dataclasses.asdict(config)
+    # Where the model lies, and how long its sequences may be, change no weight.
+    elsewhere = ("path", "max_seq_len")
     return {
         "quantizer": component.key(),
+        "quantizer.scale_lr": component.parameter_lr,
+        "model": {key: value for key, value in config.model.items() if key not in elsewhere},
         **{key: sections[key] for key in _SAME_TO_RESUME},
         "dataset.seq_len": [section.get("seq_len") for section in config.datasets],
     }
@@ -301,6 +307,8 @@ def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
         resume_meta: The meta.json of the checkpoint to resume from.
     """
     for key, value in identity.items():
+        if key in _ADDED and key not in resume_meta["identity"]:
+            continue
         saved = resume_meta["identity"].get(key)
         if differences({key: value}, {key: saved}):  # an old file may have options removed since
             remedy = f"set {key}={saved}" if key == "dtype" else "use the same"

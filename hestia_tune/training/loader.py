@@ -489,7 +489,9 @@ class TrainingData:
             limits: Any = self.dataset.config
             limit = f"dataset.max_tokens={limits.max_tokens}"
             remedy = f"dataset.max_tokens={tokens}"
-            if limits.max_tokens is None or (limits.epochs and len(self.dataset) == sequences):
+            sampler = self._sampler
+            ends = sampler and limits.epochs and limits.epochs * len(self.dataset) == sequences
+            if limits.max_tokens is None or ends:
                 limit, remedy = f"dataset.epochs={limits.epochs}", "dataset.epochs=null"
         elif config.max_steps_per_epoch and config.max_steps_per_epoch * config.epochs == available:
             limit = f"max_steps_per_epoch={config.max_steps_per_epoch}"
@@ -659,7 +661,10 @@ def _take_together(batches: Iterator, most: int, least: int = 0) -> list[dict[st
     try:
         taken = list(islice(batches, most))
         if len(taken) < least:
-            raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
+            raise DataStreamError(
+                "the stream ended before the last step; set dataset.epochs=null, or a "
+                "dataset.max_tokens that it has"
+            )
     except Exception as error:  # the samples of other components may raise errors of any type
         text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # without a worker's traceback
         is_lost = _is_from_multiprocessing(error)

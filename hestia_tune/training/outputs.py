@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
 from hestia_tune.components import has_torchtune, torchtune_module
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export.huggingface import write_card
-from hestia_tune.files import digest, read_json, staged, write_json
+from hestia_tune.files import digest, read_json, staged, write_json, write_tensors
 from hestia_tune.models.decoder import HuggingFaceCheckpointer
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, dense_config, hub_name
 
@@ -32,6 +31,21 @@ RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
 # Names of models in the validation losses.
 PRETRAINED, HARD = "pretrained", "trained, hard"
 RECONSTRUCTED = "reconstructed, hard"
+
+
+def require_results(folder: str | Path) -> Path:
+    """Return the file that describes the reconstruction in a folder.
+
+    Raises:
+        InputError: If there is no finished reconstruction.
+    """
+    path = Path(folder) / RESULTS_FILE
+    if not path.is_file() or not path.with_name(LATENTS_FILE).is_file():
+        raise InputError(
+            f"{folder} holds no finished reconstruction; run hestia_reconstruct first, or set "
+            "reconstruction: auto"
+        )
+    return path
 
 
 def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str, Any]:
@@ -46,13 +60,7 @@ def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str
         InputError: If there is no finished reconstruction, or it has another method or other
             quantized linears.
     """
-    path = Path(folder) / RESULTS_FILE
-    if not path.is_file() or not path.with_name(LATENTS_FILE).is_file():
-        raise InputError(
-            f"{folder} holds no finished reconstruction; run hestia_reconstruct first, or set "
-            "reconstruction: auto"
-        )
-    results = read_json(path)
+    results = read_json(require_results(folder))
     if results["quantizer"] != key:
         raise InputError(
             f"reconstruction: {folder} was made by quantizer {results['quantizer']}, but the "
@@ -98,8 +106,12 @@ def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
     for section in config.datasets:
         source, files = section.get("source"), section.get("data_files")
         if files and source in ("parquet", "json", "text", "token_shards"):
-            files = files[section.get("split", "train")] if isinstance(files, dict) else files
-            data += [Path(file).name for file in ([files] if isinstance(files, str) else files)]
+            if isinstance(files, dict):  # of every split, for one such as "train[:95%]"
+                split = section.get("split", "train")
+                files = [files[split]] if split in files else [*files.values()]
+            files = [files] if isinstance(files, str) else files
+            parts = ([part] if isinstance(part, str) else part for part in files)
+            data += [Path(file).name for part in parts for file in part]
         else:
             data.append(source or section["_component_"])
     base = hub_name(config.checkpointer["checkpoint_dir"])
@@ -139,13 +151,15 @@ def write_hard_model(
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}
             index = read_json(temporary / INDEX_FILE)
-            save_file(biases, temporary / "biases.safetensors", metadata={"format": "pt"})
+            write_tensors(temporary / "biases.safetensors", biases, {"format": "pt"})
             index["weight_map"] |= dict.fromkeys(biases, "biases.safetensors")
             write_json(temporary / INDEX_FILE, index)
         # write_json replaces files by a rename, because the copied files may be read-only.
         write_json(temporary / "config.json", config)
         write_json(temporary / DESCRIPTION_FILE, description)
-        write_card(temporary, description)  # replaces the card of the pretrained model
+        # The card keeps the license of the pretrained model's card, which torchtune has copied.
+        is_own = isinstance(checkpointer, HuggingFaceCheckpointer)
+        write_card(temporary, description, origin=checkpointer.folder if is_own else None)
 
 
 @contextlib.contextmanager
@@ -222,5 +236,4 @@ def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
     kept = tuple(f"{name}." for name in blocks)
     state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    with staged(path) as temporary:
-        save_file(state, temporary)
+    write_tensors(path, state)

@@ -100,7 +100,9 @@ def test_tool_calls_have_arguments_as_mappings():
         (["id", "conversations"], "conversations"),
         (["completion", "prompt"], "prompt + completion"),
         (["instruction", "input", "output"], "instruction + input + output"),
-        (["instruction", "context", "response"], "instruction + response"),
+        (["instruction", "context", "response"], "instruction + context + response"),
+        (["question", "context", "answer"], "question + context + answer"),
+        (["prompt", "context", "response"], "prompt + response"),
         ({"messages": "a plain text"}, None),
         ({"text": "x", "chat": [USER]}, "chat"),
         ({"question": "x", "answer": 3}, None),
@@ -134,6 +136,16 @@ def test_the_form_of_rows_is_recognized(given, form):
 def test_a_wrong_row_is_refused(row, message):
     with pytest.raises(ValueError, match=message):
         read_chat(row)
+
+
+@pytest.mark.parametrize("question", ["instruction", "question"])
+@pytest.mark.parametrize(
+    ("context", "text"), [("Some passage.", "Why?\nSome passage."), (" ", "Why?"), (None, "Why?")]
+)
+def test_a_passage_belongs_to_the_question(question, context, text):
+    answer = "answer" if question == "question" else "response"
+    chat = read_chat({question: "Why?", "context": context, answer: "So.", "category": "qa"})
+    assert [m["content"] for m in chat.messages] == [text, "So."]
 
 
 def test_empty_rows_are_no_chats():
@@ -234,6 +246,15 @@ def test_a_reply_that_quotes_its_question_is_found(tmp_path):
     same = {"role": "assistant", "content": "a?"}
     [(ids, has_loss)] = tokenizer.encode_chats([read_chat({"messages": [USER, same, USER, same]})])
     assert replies_of(tokenizer, ids, has_loss) == ["a?<|end|>"] * 2
+
+
+def test_a_thought_that_the_template_drops_trains_nothing_of_the_next_turn(tmp_path):
+    """The reply is not in the rendered chat as it stands in the row."""
+    shown = TURNS.replace("m['content']", "m['content'].split('</think>')[-1]")
+    tokenizer = HuggingFaceTokenizer(make_tokenizer_folder(tmp_path, shown))
+    long = {"role": "assistant", "content": f"<think>{'so ' * 40}</think>4"}
+    [(ids, has_loss)] = tokenizer.encode_chats([read_chat({"messages": [USER, long, USER, long]})])
+    assert replies_of(tokenizer, ids, has_loss) == ["4<|end|>"] * 2
 
 
 def test_masks_have_all_tokens_of_a_reply_that_ends_in_a_wide_character(tmp_path):

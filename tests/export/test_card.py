@@ -103,6 +103,16 @@ def test_gguf_ignores_a_broken_card(tmp_path):
     assert fields["general.name"].contents() == "model"
 
 
+def test_the_language_no_is_a_text(tmp_path):
+    """YAML reads no as False."""
+    folder = make_model_dir(tmp_path / "model")
+    (folder / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\n")
+    options = ("convert.source=pretrained", "convert.formats=[gguf]")
+    ConvertRecipe(make_config(folder, tmp_path, *options)).run()
+    fields = gguf.GGUFReader(tmp_path / "converted" / "model.gguf").fields
+    assert fields["general.languages"].contents() == ["en", "no"]
+
+
 def test_card_of_an_untrained_model_claims_no_training(trained, tmp_path):
     folder, _ = trained
     cfg = make_config(

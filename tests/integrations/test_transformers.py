@@ -188,6 +188,7 @@ def test_bf16_compute_learned_scales_and_scores_work_together(tmp_path):
             "take no weight_decay",
         ),
         ({"quantizer": Tequila()}, {}, "tequila leaves biases"),
+        ({"quantizer": HestiaConfig(target="ternary")}, {}, "leave target out, and pack them by"),
         ({"schedule": {"roh": 1}}, {}, "unknown key schedule.roh; did you mean rho"),
     ],
 )

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 from references import groups
+from torch import nn
+from torchao.quantization import quantize_
 
+from hestia_tune import AbsMeanConfig, INT4Config
 from hestia_tune.methods import (
     AbsMeanMethod,
     DLTMethod,
@@ -369,3 +372,19 @@ def test_rounding_leaves_bits_for_a_factor():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("config", [AbsMeanConfig(group_size=32), INT4Config(group_size=32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_linear_in_one_dtype_has_the_gradients_of_an_eager_one(config, dtype):
+    """The gradient of the weight is that of the effective weight, and no operator returns it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=dtype)), torch.randn(4, 64)
+    quantize_(model, config)
+    grads = []
+    for call in (model, torch.compile(model)):
+        model.zero_grad()
+        call(x.to(dtype)).square().sum().backward()
+        grads.append(model[0].weight.grad)
+    assert torch.equal(*grads)

@@ -208,6 +208,25 @@ def test_what_overwrite_may_not_replace_is_refused_before_anything_is_written(
     assert [path.name for path in (output_dir / "converted").iterdir()] == [name]
 
 
+def test_a_readme_of_the_user_stays(model_dir, output_dir):
+    readme = output_dir / "converted" / "README.md"
+    readme.parent.mkdir()
+    readme.write_text("# My project")
+    with pytest.raises(InputError, match="README.md exists, and the file's model card has this"):
+        convert(model_dir, output_dir, "convert.formats=[gguf]")
+    assert readme.read_text() == "# My project" and len([*readme.parent.iterdir()]) == 1
+    convert(model_dir, output_dir, "convert.formats=[gguf]", "convert.overwrite=True")
+    assert "hestia_tune" in readme.read_text()
+
+
+def test_sizes_of_earlier_conversions_stay(model_dir, output_dir):
+    for name in ("gguf", "huggingface", "intx"):
+        converted, _ = convert(model_dir, output_dir, f"convert.formats=[{name}]")
+        if name == "huggingface":
+            (converted / "model.gguf").unlink()
+    assert json.loads((converted / "sizes.json").read_text()).keys() == {"huggingface", "intx"}
+
+
 def test_several_processes_are_refused(model_dir, output_dir, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="runs in one process, not in 2; run hestia convert"):
