@@ -57,7 +57,7 @@ def test_one_unshuffled_share_equals_the_reference(tmp_path, kind, num_files):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world_size", "num_files"), [(1, 2), (2, 1), (3, 5), (7, 1)])
+@pytest.mark.parametrize(("world_size", "num_files"), [(1, 2), (2, 1), (2, 4), (3, 5), (7, 1)])
 def test_all_shares_together_hold_each_document_once(tmp_path, kind, world_size, num_files):
     texts = make_texts(150, seed=world_size)
     arguments = write_files(tmp_path / "d", [texts[i::num_files] for i in range(num_files)], kind)
@@ -69,6 +69,20 @@ def test_all_shares_together_hold_each_document_once(tmp_path, kind, world_size,
         # With seq_len 1 no token is dropped.
         assert dataset.state_dict()["carry"] == []
     assert seen == Counter(range(150))
+
+
+def test_few_files_are_read_by_every_rank(tmp_path):
+    """By file, one of two ranks would read the small one again and again."""
+    files = [[f"{n}:" for n in range(100)], [f"{n}:" for n in range(100, 104)]]
+    arguments = write_files(tmp_path / "d", files, "json")
+    streams = [stream(arguments, seq_len=1, rank=rank, world_size=2) for rank in range(2)]
+    shares = [documents_in(tokens_of(dataset)) for dataset in streams]
+    assert sorted(sum(shares, [])) == list(range(104))
+    assert {len(share) for share in shares} == {52}
+    # Places that an earlier version saved are not those of this order.
+    state = streams[0].state_dict()
+    with pytest.raises(ValueError, match="another stream"):
+        streams[0].load_state_dict(state | {"stream": state["stream"][:-1]})
 
 
 def test_many_files_are_split_among_ranks_by_file(tmp_path):

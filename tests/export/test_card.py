@@ -4,10 +4,11 @@ import json
 
 import gguf
 import pytest
+from families import family_config, make_family
 from huggingface_hub import ModelCard
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, run
 
-from hestia_tune.commands.convert import ConvertRecipe
+from hestia_tune.commands.convert import ConvertRecipe, sizes_table
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.distributed import end_process_group
 from hestia_tune.export.huggingface import write_card
@@ -103,6 +104,25 @@ def test_gguf_ignores_a_broken_card(tmp_path):
     assert fields["general.name"].contents() == "model"
 
 
+def test_the_license_of_a_model_of_transformers_is_kept(tmp_path):
+    folder = make_family(tmp_path / "model", "Llama")
+    (folder / "README.md").write_text(BASE_CARD)
+    options = ("max_steps=1", "dataset_val=null", "convert.formats=[gguf]")
+    run(family_config(folder, tmp_path / "run", *options))
+    ConvertRecipe(family_config(folder, tmp_path / "run", *options)).run()
+    for name in ("hard_model", "converted"):
+        card, _ = read(tmp_path / "run" / name)
+        assert card.data.license == "apache-2.0" and "Its own" not in card.text
+
+
+def test_a_card_without_packed_weights(tmp_path):
+    """torchao's files hold experts dense."""
+    sizes = {"bytes": 10**6, "quantized_bits_per_weight": None, "whole_bits_per_weight": 16.0}
+    write_card(tmp_path, {"quantizer": "ternary", "step": 3}, form="torchao", sizes=sizes)
+    assert read(tmp_path)[1]["bits"] == ["16.000 per weight of the whole"]
+    assert "| torchao | 1.0 | - | 16.000 | 100.0% |" in sizes_table({"torchao": sizes})
+
+
 def test_the_language_no_is_a_text(tmp_path):
     """YAML reads no as False."""
     folder = make_model_dir(tmp_path / "model")
@@ -157,6 +177,10 @@ def test_names_of_models_and_datasets(tmp_path):
         ),
         ({"source": "token_shards", "data_files": "/a/tokens"}, ["tokens"]),
         ({"source": "json", "data_files": {"train": "/a/t.jsonl", "test": "/a/x"}}, ["t.jsonl"]),
+        (
+            {"source": "json", "data_files": {"train": ["/a/t.jsonl"]}, "split": "train[:95%]"},
+            ["t.jsonl"],
+        ),
         ({"source": "owner/data", "data_files": "part/*.parquet"}, ["owner/data"]),
     ):
         cfg.dataset = section

@@ -202,6 +202,11 @@ def test_modelfile(tmp_path):
     # BOS is a part of the text if the tokenizer does not add it, as in SmolLM2.
     edit_json(tmp_path / "model" / "tokenizer_config.json", bos_token="[system]")
     assert "{{ if .System }}[system]{{ .System }}" in write_modelfile(source, file).read_text()
+    today = "{{ strftime_now('%d %b %Y') }}"
+    template = (tmp_path / "model" / "chat_template.jinja").read_text()
+    (tmp_path / "model" / "chat_template.jinja").write_text(today + template)
+    text = write_modelfile(source, file).read_text()
+    assert "\nTEMPLATE" not in text and "# Ollama uses its own template" in text
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     text = write_modelfile(source, file).read_text()
     assert "\nTEMPLATE" not in text and "# Ollama uses its own template" in text

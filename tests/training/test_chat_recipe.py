@@ -340,6 +340,10 @@ def test_short_data_are_reported(chat_dir, tmp_path, chats, caplog):
             "the run has 10 steps, not the 1,000 of max_steps: dataset.max_tokens=2560 ends it (40 "
             "sequences, 4 in a step); set dataset.max_tokens=256000 for 1,000 steps",
         ),
+        (
+            ["dataset.max_tokens=2560", "dataset.epochs=1"],
+            "dataset.max_tokens=2560 ends it (40 sequences, 4 in a step)",
+        ),
         (["dataset.max_tokens=null", "max_steps=7"], ""),
     ],
 )

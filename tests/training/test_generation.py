@@ -282,6 +282,13 @@ def test_another_model_is_refused(tmp_path, generated):
         run(config(other, tmp_path / "run", generated))
 
 
+def test_a_folder_may_end_with_a_slash(model_dir, tmp_path, generated):
+    run(config(model_dir, tmp_path / "run", f"{tmp_path}/set/", "max_steps=1"))
+    assert (tmp_path / "set" / "index.json").is_file()
+    assert (tokens_of(tmp_path / "set") == tokens_of(generated)).all()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "set"]
+
+
 def test_other_files_in_the_folder_are_refused_before_generating(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "model_of_transformers", None)
     (tmp_path / "file").write_text("mine")

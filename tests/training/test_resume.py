@@ -9,6 +9,8 @@ from ranks import run_forked
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, write_config
 
+from hestia_tune.config.run_config import overridden
+from hestia_tune.files import differences
 from hestia_tune.models.sources import complete_checkpoints, find_damage
 from hestia_tune.training.checkpoint import check_same, random_state, set_random_state
 
@@ -139,13 +141,65 @@ def test_checkpoint_holds_float32_latents(uninterrupted):
         ("clip_grad_norm=0.5", "clip_grad_norm"),
         ("schedule.hard_fraction=0.1", "schedule.hard_fraction"),
         ("distillation.weight=0.5", "distillation"),
+        ("model.attn_dropout=0.3", "model"),
+        ("~lr_scheduler.warmup_ratio", "lr_scheduler"),
     ],
 )
 def test_resuming_another_run_is_refused(model_dir, uninterrupted, tmp_path, override, key):
     shutil.copytree(uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8")
-    cfg = make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True", override)
+    cfg = make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True")
+    cfg = overridden(cfg, [override])
     with pytest.raises(ValueError, match=f"has {key} .*; use the same"):
         run(cfg)
+
+
+def test_options_that_a_component_no_longer_has_are_differences():
+    saved = {"part": {"_component_": "a", "layers": {"x": "b"}, "codes": 2}, "typed": {"old": 1}}
+    assert differences(saved, saved) == []
+    found = differences({"part": {"_component_": "a"}, "typed": {}}, saved)
+    assert sorted(found) == ["part.codes", "part.layers"]
+    fewer = {"part": {"_component_": "a", "layers": {}, "codes": 2}}
+    assert differences(fewer, saved) == ["part.layers.x"]
+
+
+def test_a_random_seed_is_that_of_the_checkpoint(model_dir, tmp_path):
+    stop = ("seed=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
+    first = run(make_config(model_dir, tmp_path / "a", *SETTINGS, *stop))
+    shutil.copytree(tmp_path / "a" / "checkpoints" / "step_4", tmp_path / "b/checkpoints/step_4")
+    shutil.copy(tmp_path / "a" / "metrics.jsonl", tmp_path / "b")
+    again = (*stop, "resume_from_checkpoint=True")
+    second = run(make_config(model_dir, tmp_path / "b", *SETTINGS, *again))
+    assert second.seed == first.seed and logged(tmp_path / "a") == logged(tmp_path / "b")
+
+
+def test_a_rate_of_learned_scales_is_not_changed_by_a_resume(model_dir, tmp_path):
+    learned = ("quantizer.scale=learned", "quantizer.scale_lr=1e-3", "max_steps_per_epoch=1")
+    run(make_config(model_dir, tmp_path, *learned))
+    other = (*learned, "quantizer.scale_lr=2e-3", "resume_from_checkpoint=True")
+    with pytest.raises(ValueError, match="has quantizer.scale_lr 0.001, this run 0.002"):
+        run(make_config(model_dir, tmp_path, *other))
+
+
+def test_other_validation_data_are_not_compared_with_the_losses_before(
+    model_dir, uninterrupted, tmp_path, caplog
+):
+    shutil.copytree(uninterrupted / "checkpoints" / "step_7", tmp_path / "checkpoints" / "step_7")
+    settings = (*SETTINGS, "resume_from_checkpoint=True")
+    with caplog.at_level("INFO"):
+        recipe = run(make_config(model_dir, tmp_path, *settings, "max_val_batches=1"))
+    assert "validation data are not those of the checkpoint" in caplog.text
+    assert [*recipe.validation_losses] == ["trained, hard"]
+    assert "| trained, hard |" in recipe.summary()
+
+
+def test_the_evaluation_of_an_earlier_model_is_removed(model_dir, tmp_path):
+    short, file = ("max_steps_per_epoch=1", "dataset_val=null"), tmp_path / "evaluation.json"
+    run(make_config(model_dir, tmp_path, *short))
+    file.write_text("{}")
+    run(make_config(model_dir, tmp_path, *short, "resume_from_checkpoint=True"))
+    assert file.exists()  # of this model
+    run(make_config(model_dir, tmp_path, *short, "overwrite_output=True"))
+    assert not file.exists()
 
 
 def test_resuming_with_other_pretrained_weights_is_refused(uninterrupted, tmp_path):
