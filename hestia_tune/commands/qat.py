@@ -18,7 +18,7 @@ from hestia_tune.config.run_config import RunConfig
 from hestia_tune.data import verify_token_shards, write_token_shards
 from hestia_tune.distributed import end_process_group, require_one_process
 from hestia_tune.errors import InputError
-from hestia_tune.files import locked, require_writable_dir
+from hestia_tune.files import locked
 from hestia_tune.generation import generate_missing, generated_sets, missing_sets
 from hestia_tune.models import loading
 from hestia_tune.models.sources import complete_checkpoints
@@ -164,10 +164,11 @@ def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
             f"dataset must be one {_STREAM} with a source of text, because hestia_tokenize writes "
             f"its tokens; got {config.dataset}"
         )
-    folder = require_writable_dir(config.output_dir) / "tokens"
-    tokenizer = loading.instantiate(config.tokenizer, "tokenizer")
-    index = write_token_shards(tokenizer, folder, **section)
-    verify_token_shards(folder)
+    folder = Path(config.output_dir) / "tokens"
+    with locked(config.output_dir):
+        tokenizer = loading.instantiate(config.tokenizer, "tokenizer")
+        index = write_token_shards(tokenizer, folder, **section)
+        verify_token_shards(folder)
     shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")
     train = next_command("qat", *shards)
     print(

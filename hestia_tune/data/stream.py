@@ -145,8 +145,9 @@ def row_blocks(
         raise DataStreamError(f"{config.files} cannot be read ({one_line(error)})") from error
     except Exception as error:  # Readers raise many unrelated types.
         raise DataStreamError(
-            f"{config.files} cannot be read ({type(error).__name__}: {one_line(error)}); replace "
-            "the file, remove it from data_files, or check the network"
+            f"{config.files} cannot be read ({type(error).__name__}: {one_line(error)}); repair "
+            "the file (a run resumes if its size is the same), remove it from data_files, or check "
+            "the network"
         ) from error
     if block:
         yield block, number

@@ -211,7 +211,7 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         latent, parameters = (full_tensor(value), ()) if layer is None else layer.whole_latents()
         with of_all_ranks():
             require_finite(name, latent, *parameters)
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
             state[name] = hard.to(torch.bfloat16).cpu().view(value.shape)
             for key, extra in ({} if layer is None else layer.hard_extras(latent)).items():

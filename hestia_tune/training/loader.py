@@ -520,10 +520,18 @@ class TrainingData:
         if isinstance(dataset, RowStream):
             if self._rank:  # the count reads data, and only rank 0 reports
                 return
-            found = dataset.count_pass(-(-sequences // _FEW_PASSES))
+            epochs = dataset.epochs
+            found = dataset.count_pass(-(-sequences // min(_FEW_PASSES, epochs or _FEW_PASSES)))
             if found is None:
                 return
             count, size = found
+            if epochs:
+                files, number = dataset.config.files, round(count * epochs)
+                self._report(
+                    f"{files} ends before the run: dataset.epochs={epochs} gives about {number:,} "
+                    f"of {sequences:,} sequences; set dataset.epochs=null, or lower max_steps"
+                )
+                return
         else:
             count, size = float(len(dataset)), ""
         passes = sequences / count
@@ -557,10 +565,15 @@ class TrainingData:
         steps = {"sequences_per_step": self.sequences_per_step, "total_steps": self.total_steps}
         return steps if self.is_stream else steps | {"steps_per_epoch": self.steps_per_epoch}
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What decides which sample stands at a position of an epoch, without streams."""
+        return {"length": len(self.dataset), **getattr(self.dataset, "order", {})}
+
     def position(self) -> dict[str, Any]:
         """Return the position for `restore`: the sequences taken, and a stream's loader state."""
         if self._sampler is not None:
-            return {"sequences": self.taken}
+            return {"sequences": self.taken, "order": self._order}
         state = self.loader.state_dict()
         return {"sequences": self.taken, "loader": state, "readers": self._readers}
 
@@ -568,10 +581,19 @@ class TrainingData:
         """Continue from a position. None is the start of an epoch.
 
         Raises:
-            InputError: If a stream of text had another number of ranks or workers.
+            InputError: If a stream of text had another number of ranks or workers, or other data
+                another length or order.
         """
         if position is None:
             return
+        order = {} if self._sampler is None else self._order
+        saved = position.get("order", order)  # earlier versions have not saved it
+        if odd := [key for key in order if order[key] != saved.get(key)]:
+            raise InputError(
+                f"the checkpoint is from data of {odd[0]} {saved.get(odd[0])}, and {odd[0]} is "
+                f"{order[odd[0]]} now; use the same dataset section, or start again with "
+                "resume_from_checkpoint=False"
+            )
         self.taken = position["sequences"]
         if self._sampler is None:
             if position["readers"] != self._readers:

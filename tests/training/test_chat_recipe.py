@@ -332,6 +332,16 @@ def test_short_data_are_reported(chat_dir, tmp_path, chats, caplog):
     assert "train.jsonl is short" in log and "text.jsonl is short" in log
 
 
+def test_a_stream_that_its_epochs_end_too_soon_is_reported(chat_dir, tmp_path, chats, caplog):
+    options = ("dataset.max_tokens=9999999", "dataset.epochs=2")
+    log = told(caplog, config(chat_dir, tmp_path / "a", chats, *options, "max_steps=900"))
+    assert "train.jsonl ends before the run: dataset.epochs=2 gives about" in log
+    assert "set dataset.epochs=null" in log and "is short" not in log
+    caplog.clear()
+    enough = config(chat_dir, tmp_path / "b", chats, *options, "max_steps=1")
+    assert "ends before the run" not in told(caplog, enough)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

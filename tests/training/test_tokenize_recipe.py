@@ -1,6 +1,7 @@
 """Test ``hestia_tokenize``: a set that trains like the stream, errors, the command."""
 
 import json
+import shutil
 
 import pytest
 from test_stream_recipe import config, files  # noqa: F401 (fixtures)
@@ -69,6 +70,20 @@ def test_a_resumed_run_reads_the_same_tokens(model_dir, tmp_path, files, num_wor
 def test_errors(model_dir, tmp_path, files, overrides, message):  # noqa: F811
     with pytest.raises(InputError, match=message):
         run_tokenize(config(model_dir, tmp_path, files, *overrides))
+
+
+def test_another_order_of_the_set_is_refused(model_dir, tmp_path, files):  # noqa: F811
+    run_tokenize(config(model_dir, tmp_path, files))
+    options = ["dataset.source=token_shards", f"dataset.data_files={tmp_path}/tokens"]
+    options += ["dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9"]
+    run(config(model_dir, tmp_path / "run", files, *options))
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
+    options += ["resume_from_checkpoint=True"]
+    for other in ("dataset.seed=5", "dataset.shuffle_buffer=0"):
+        with pytest.raises(ValueError, match="the checkpoint is from data of s.* is .* now; use"):
+            run(config(model_dir, tmp_path / "run", files, *options, other))
+    assert run(config(model_dir, tmp_path / "run", files, *options)).finished
 
 
 def test_only_streams_of_text_are_tokenized(model_dir, tmp_path, files):  # noqa: F811
