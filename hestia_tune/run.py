@@ -51,7 +51,7 @@ from hestia_tune.qat.prepare import Component
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
-from hestia_tune.training.loader import TrainingData, require_generated
+from hestia_tune.training.loader import TrainingData, check_length, require_generated
 from hestia_tune.training.optimizer import check_optimizer
 from hestia_tune.training.outputs import LATENTS_FILE, read_results, require_results
 
@@ -700,7 +700,7 @@ def _check_components(config: RunConfig) -> None:
 
 
 def check_training(run: Run) -> None:
-    """Check what training needs besides data, before a long stage makes the data. Collective.
+    """Check what training needs besides data, before its model generates them. Collective.
 
     Raises:
         InputError: As for `TrainingRun.of`.
@@ -713,6 +713,8 @@ def check_training(run: Run) -> None:
             _check_components(config)
         with check():
             _make_loss(config)
+        with check():
+            check_length(config)
         with check():
             _evaluator(run)
         with check():

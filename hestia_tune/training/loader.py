@@ -279,6 +279,30 @@ def check_given_data(config: RunConfig, tokenizer: Any) -> None:
                 build_dataset(config, tokenizer, "dataset_val")
 
 
+def _check_epochs(config: RunConfig) -> None:
+    """Raise InputError if the config counts epochs of a stream."""
+    if config.epochs != 1 or config.max_steps_per_epoch is not None:
+        raise InputError(
+            "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and use "
+            "dataset.max_tokens, dataset.epochs or max_steps"
+        )
+
+
+def check_length(config: RunConfig) -> None:
+    """Check what decides the length of a run on a set that its model has yet to generate.
+
+    Raises:
+        InputError: As for `TrainingData`.
+    """
+    sections, is_list = config.datasets, isinstance(config.dataset, list)
+    is_mixture = is_list and all("weight" in section for section in sections)
+    if is_list and len(sections) > 1 and not is_mixture:
+        return
+    _check_epochs(config)
+    if is_mixture and config.max_steps is None:
+        raise InputError("the number of steps is not known; give max_steps")
+
+
 def require_generated(config: RunConfig) -> None:
     """Raise InputError if the config's generated set does not exist yet."""
     for section in config.datasets:
@@ -443,11 +467,8 @@ class TrainingData:
 
     def _count_steps(self, config: RunConfig) -> tuple[int, int]:
         """Return (optimizer steps per epoch, optimizer steps of the whole run)."""
-        if self.is_stream and (config.epochs != 1 or config.max_steps_per_epoch is not None):
-            raise InputError(
-                "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and "
-                "use dataset.max_tokens, dataset.epochs or max_steps"
-            )
+        if self.is_stream:
+            _check_epochs(config)
         if self._sampler is not None:
             sequences = self._sampler.length
         elif (sequences := self.dataset.num_sequences) is not None:  # the share of one rank

@@ -262,6 +262,8 @@ def test_all_stages_read_a_mixture(chat_model, tmp_path, caplog):
         ("dataset_val._component_", "nope.Nope", "dataset_val could not be loaded"),
         ("dataset", "text", "dataset could not be loaded: .*nowhere.jsonl"),
         ("output_dir", "old", "holds a run at step 1"),
+        ("max_steps_per_epoch", 3, "a stream has epochs of its own; leave out epochs"),
+        ("max_steps", "mixed", "the number of steps is not known; give max_steps"),
     ],
 )
 def test_other_mistakes_are_found_before_the_model_writes(
@@ -272,6 +274,10 @@ def test_other_mistakes_are_found_before_the_model_writes(
         stream = {"_component_": "hestia_tune.data.streaming_text_dataset", "source": "json"}
         stream |= {"data_files": str(tmp_path / "nowhere.jsonl"), "seq_len": SEQ_LEN}
         cfg.dataset = [stream | {"weight": 0.5}, {**cfg.dataset, "weight": 0.5}]
+    elif value == "mixed":
+        other = section(tmp_path / "more")
+        cfg.dataset = [{**cfg.dataset, "weight": 0.5}, {**other, "weight": 0.5}]
+        cfg.max_steps = None
     elif value == "old":
         meta = tmp_path / "run" / "checkpoints" / "step_1" / META_FILE
         meta.parent.mkdir(parents=True)
