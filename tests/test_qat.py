@@ -316,6 +316,17 @@ def test_linears_that_cannot_be_swapped():
     assert list(quantized_linears(layers)) == ["0.linear1", "0.linear2"]
 
 
+def test_encoder_layers_of_torch_are_quantized_in_evaluation():
+    """In evaluation they read the weights of plain linears themselves."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), 2)
+    HestiaQATQuantizer(group_size=32).prepare(encoder.eval())
+    x = torch.randn(2, 5, 32)
+    expected = encoder(x).detach()  # with gradients
+    with torch.no_grad():
+        assert torch.allclose(encoder(x), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("target", ["dense", "ternary"])
 @pytest.mark.parametrize("name", ["weight", "scale_logit"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -73,6 +73,10 @@ def sharded_like(whole: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(whole, value.device_mesh, value.placements)
 
 
+def _change_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Be a hook. See `FakeQuantizer`."""
+
+
 class FakeQuantizer(nn.Module):
     """A module that maps a weight to its effective weight, and holds temperature and pressure.
 
@@ -101,6 +105,9 @@ class FakeQuantizer(nn.Module):
         self.is_hard = False
         self._initial = {"tau": tau, "pressure": pressure}
         self.reset_buffers(device)
+        # In evaluation, torch's TransformerEncoderLayer reads the weights of its linears itself,
+        # unless a module in it has a hook.
+        self.register_forward_pre_hook(_change_nothing)
 
     def reset_buffers(self, device=None) -> None:
         """Create the buffers on ``device``, again for a model that was made on the meta device."""
