@@ -37,7 +37,7 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import load_format, stacked_layers
-from hestia_tune.files import read_json, read_state, require_writable_dir
+from hestia_tune.files import read_json, read_state
 from hestia_tune.losses import output_chunks
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import GroupSize, latent_of_hard
@@ -725,19 +725,13 @@ def check_training(run: Run) -> None:
 
 
 def check_reconstruction(config: RunConfig) -> None:
-    """Check what a reconstruction of a config needs of the ranks and of its folder.
-
-    Raises:
-        InputError: If ``reconstruct.batch_size`` is not a multiple of the number of ranks, or the
-            folder cannot be written.
-    """
+    """Raise InputError if ``reconstruct.batch_size`` is not a multiple of the number of ranks."""
     size, ranks = config.reconstruct.batch_size, dist.get_world_size()
     if size % ranks:
         raise InputError(
             f"reconstruct.batch_size {size} must be a multiple of the {ranks} ranks, which share "
             "every batch; change it"
         )
-    require_writable_dir(str(config.reconstruct.output), "reconstruct.output")
 
 
 def _evaluator(run: Run) -> Evaluator | None:

@@ -34,7 +34,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ from hestia_tune.distributed import (
     totals_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line, size_text
-from hestia_tune.files import digest, remove, write_json
+from hestia_tune.files import digest, remove, require_writable_dir, write_json
 from hestia_tune.losses import divergence
 from hestia_tune.models import loading
 from hestia_tune.plots import plot_errors
@@ -293,7 +292,7 @@ class ReconstructionRecipe:
         run.require_bits()
         self.parent, self.config, self.settings = run, run.config, run.config.reconstruct
         check_reconstruction(run.config)
-        self.output = Path(str(self.settings.output))
+        self.output = require_writable_dir(str(self.settings.output), "reconstruct.output")
         self.device, self.dtype = run.device, run.dtype
         self.losses: dict[str, float] = {}
         self.results: list[WindowResult] = []

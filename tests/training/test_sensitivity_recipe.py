@@ -41,6 +41,7 @@ def test_what_it_writes(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     artifact = estimate(model_dir, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
         "sensitivity.json",
         "sensitivity.png",
         "temperatures.png",

@@ -65,7 +65,7 @@ def test_a_valid_config_changes_no_file(model_dir, tmp_path, monkeypatch, capsys
     )
     assert (code, line) == (0, "")
     assert f"when the run begins, the model writes 16 sequences of 8 tokens into {tmp_path}" in out
-    assert "the number of steps and the training data cannot be checked" in out
+    assert "the number of steps cannot be checked" in out
     # These options need a GPU, or results that a run computes or replaces first.
     more = ("overwrite_output=True", "device=cuda", "compile=True", "sensitivity=auto")
     more += ("optimizer.fused=True", "reconstruction=auto", "distillation.weight=1")
