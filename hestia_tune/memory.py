@@ -144,7 +144,7 @@ def _fit_sensitivity(run: TrainingRun, room: float) -> Fit:
         return {}, {SENSITIVITY: need}, []
     why = (
         f"The sensitivity needs {need / 1e9:.1f} GB, because it holds the whole model in float32, "
-        "so all layers have one temperature. To keep it, run hestia_sensitivity with device=cpu "
+        "so it is left out. To keep it, run hestia_sensitivity with device=cpu "
         "first and set sensitivity to its file."
     )
     if not config.bits.reads_sensitivity:
@@ -255,8 +255,13 @@ def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
     runs = {size: with_changes(run, _micro_batches(run.config, size)) for size in sizes}
     peaks: dict[int, float] = {}
+
     # How logits are held changes with their size, and so does the slope.
-    for _, group in groupby(sizes, lambda size: runs[size].drops_logits):
+    # Micro-batches after the first have the gradients of those before them.
+    def kind(size: int) -> tuple[Any, bool]:
+        return runs[size].drops_logits, runs[size].config.gradient_accumulation_steps == 1
+
+    for _, group in groupby(sizes, kind):
         alike = [*group]
         high, low = (estimate(runs[alike[k]], short, counts_flops=False).peak for k in (0, -1))
         slope = (high - low) / max(alike[0] - alike[-1], 1)

@@ -569,8 +569,10 @@ def _begin(config: RunConfig, is_here: bool = True) -> tuple[RunConfig, torch.de
 def _new_seed(config: RunConfig) -> int:
     """Return the seed of the checkpoint to resume from, or a random one."""
     folder = Path(config.output_dir) / "checkpoints"
-    if config.resume_from_checkpoint and (saved := sources.complete_checkpoints(folder)):
-        return int(sources.read_meta(saved[-1][1])["identity"]["seed"])
+    if config.resume_from_checkpoint:
+        for _, path in reversed(sources.complete_checkpoints(folder)):
+            if sources.find_damage(path) is None:
+                return int(sources.read_meta(path)["identity"]["seed"])
     return random.randrange(2**31)
 
 

@@ -232,7 +232,9 @@ class ConvertRecipe:
     def _earlier_sizes(self) -> dict[str, dict[str, Any]]:
         """Return the sizes of the formats that earlier conversions have left in the folder."""
         path = self.output / SIZES_FILE
-        earlier = read_json(path) if path.is_file() else {}
+        earlier: dict[str, Any] = {}
+        with contextlib.suppress(InputError):  # a damaged file is written again
+            earlier = read_json(path) if path.is_file() else {}
         return {
             name: sizes
             for name, sizes in earlier.items()

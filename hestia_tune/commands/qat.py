@@ -16,13 +16,13 @@ from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
 from hestia_tune.components import torchtune_module
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.data import verify_token_shards, write_token_shards
-from hestia_tune.distributed import end_process_group, require_one_process
+from hestia_tune.distributed import end_process_group, on_first_rank, require_one_process, together
 from hestia_tune.errors import InputError
 from hestia_tune.files import locked
 from hestia_tune.generation import generate_missing, generated_sets, missing_sets
 from hestia_tune.models import loading
 from hestia_tune.models.sources import complete_checkpoints
-from hestia_tune.run import Run, TrainingRun, check_training
+from hestia_tune.run import Run, TrainingRun, check_reconstruction, check_training
 from hestia_tune.stages import (
     choose_bits,
     measure_sensitivity,
@@ -75,8 +75,11 @@ def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
 
     With a budget of bits, the bits of every linear are chosen first, as in `run_qat`.
     """
-    run = Run.of(config)
-    with locked(run.config.output_dir):
+    config = RunConfig.parse(config)
+    with locked(config.output_dir):
+        run = Run.of(config)
+        with together():
+            check_reconstruction(config)
         generate_missing(run)
         if run.asked.bits.average is not None:
             if not run.asked.bits.reads_sensitivity:
@@ -115,7 +118,7 @@ def _generated(config: RunConfig) -> Run | None:
     if not generated_sets(config):
         return None
     run = Run.of(config)
-    if missing_sets(config):
+    if on_first_rank(lambda: bool(missing_sets(config))):
         check_training(run)
     generate_missing(run)
     return run
@@ -132,8 +135,9 @@ def _resume_if_possible(config: RunConfig) -> RunConfig:
 
 def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
     """Measure the sensitivity of a config's model and return the exit code."""
-    run = Run.of(config)
-    with locked(run.config.output_dir):
+    config = RunConfig.parse(config)
+    with locked(config.output_dir):
+        run = Run.of(config)
         generate_missing(run)
         path = measure_sensitivity(run).config.sensitivity
     if dist.get_rank() == 0:

@@ -252,6 +252,12 @@ class Stream(IterableDataset):
         Raises:
             InputError: If the place is from another stream.
         """
+        if [*state["stream"], "rows"] == self.identity():
+            raise InputError(
+                "the saved place is from a version that divided the files among the readers; "
+                "finish the run with that version, or start again with "
+                "resume_from_checkpoint=False"
+            )
         if state["stream"] != self.identity():
             raise InputError(
                 "the saved place is from another stream: files, column, seq_len, seed, "
@@ -426,8 +432,9 @@ class RowStream(Stream, Generic[Document]):
     @property
     def _divides_files(self) -> bool:
         """Whether every share reads files of its own, instead of some rows of all files."""
-        num_shares = self._share()[1]
-        return num_shares == 1 or self._rows.num_shards >= LEAST_FILES * num_shares
+        num_shares, num_files = self._share()[1], self._rows.num_shards
+        is_even = num_files >= 2 * num_shares and num_files % num_shares == 0
+        return num_shares == 1 or is_even or num_files >= LEAST_FILES * num_shares
 
     def state_dict(self) -> dict[str, Any]:
         return self._place | {"stream": self.identity()}
@@ -494,7 +501,7 @@ class RowStream(Stream, Generic[Document]):
         strategy = "shards" if self._divides_files else "examples"
 
         def read(row: dict[str, Any], number: int) -> tuple[Any, int] | None:
-            """Read a row. In one file, every share counts all rows."""
+            """Read a row. Where every share reads all rows, the number counts all of them."""
             is_share = num_shares > 1 and not self._divides_files
             return self._read(row, (number - 1) * num_shares + share + 1 if is_share else number)
 

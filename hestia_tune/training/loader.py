@@ -299,7 +299,8 @@ def check_length(config: RunConfig) -> None:
     if is_list and len(sections) > 1 and not is_mixture:
         return
     _check_epochs(config)
-    if is_mixture and config.max_steps is None:
+    endless = not is_list and sections[0].get("epochs", 1) is None
+    if (is_mixture or endless) and config.max_steps is None:
         raise InputError("the number of steps is not known; give max_steps")
 
 
@@ -546,7 +547,7 @@ class TrainingData:
             if found is None:
                 return
             count, size = found
-            if epochs:
+            if epochs and count * epochs < sequences:
                 files, number = dataset.config.files, round(count * epochs)
                 self._report(
                     f"{files} ends before the run: dataset.epochs={epochs} gives about {number:,} "
@@ -589,7 +590,7 @@ class TrainingData:
     @property
     def _order(self) -> dict[str, Any]:
         """What decides which sample stands at a position of an epoch, without streams."""
-        return {"length": len(self.dataset), **getattr(self.dataset, "order", {})}
+        return {"samples": len(self.dataset), **getattr(self.dataset, "order", {})}
 
     def position(self) -> dict[str, Any]:
         """Return the position for `restore`: the sequences taken, and a stream's loader state."""
