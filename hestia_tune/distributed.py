@@ -148,8 +148,9 @@ def require_one_process(command: str) -> None:
     """Raise InputError if torchrun has started several processes of a command that is for one."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
-        again = f"hestia {command} CONFIG"
-        raise InputError(f"hestia_{command} runs in one process, not in {ranks}; run {again}")
+        raise InputError(
+            f"hestia_{command} runs in one process, not in {ranks}; run hestia {command} CONFIG"
+        )
 
 
 def progress_bar(

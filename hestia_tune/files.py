@@ -278,7 +278,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def differences(identity: Mapping[str, Any], saved: Any, prefix: str = "") -> list[str]:
+def differences(
+    identity: Mapping[str, Any], saved: Any, prefix: str = "", *, is_component: bool = False
+) -> list[str]:
     """Return the keys of ``identity`` whose values differ from the values in ``saved``.
 
     Keys that only ``saved`` has are options of earlier versions and do not count, except in the
@@ -289,20 +291,15 @@ def differences(identity: Mapping[str, Any], saved: Any, prefix: str = "") -> li
         identity: The identity of the present run.
         saved: The identity in a file.
         prefix: The start of every returned key. Nested keys are joined by dots.
+        is_component: Whether ``identity`` is a part of a component's section.
     """
-    return _differences(identity, saved, prefix, is_component=False)
-
-
-def _differences(
-    identity: Mapping[str, Any], saved: Any, prefix: str, *, is_component: bool
-) -> list[str]:
     is_component = is_component or "_component_" in identity
     others = saved if isinstance(saved, Mapping) else {}
     odd = []
-    for key in [*identity, *(others.keys() - identity.keys() if is_component else ())]:
+    for key in dict.fromkeys([*identity, *others]) if is_component else identity:
         value, other = identity.get(key, ...), others.get(key, ...)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
-            odd += _differences(value, other, f"{prefix}{key}.", is_component=is_component)
+            odd += differences(value, other, f"{prefix}{key}.", is_component=is_component)
         elif value != other:
             odd.append(f"{prefix}{key}")
     return odd

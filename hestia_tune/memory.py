@@ -256,9 +256,8 @@ def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     runs = {size: with_changes(run, _micro_batches(run.config, size)) for size in sizes}
     peaks: dict[int, float] = {}
 
-    # How logits are held changes with their size, and so does the slope.
-    # Micro-batches after the first have the gradients of those before them.
     def kind(size: int) -> tuple[Any, bool]:
+        """Sizes have one slope if they hold logits, and gradients of earlier ones, alike."""
         return runs[size].drops_logits, runs[size].config.gradient_accumulation_steps == 1
 
     for _, group in groupby(sizes, kind):

@@ -1,4 +1,6 @@
-"""The stages of a run: functions that take a run. Those before the training return what they find.
+"""The stages of a run, as functions of it.
+
+The first two return the run with what they have found, the others the recipe that has done it.
 
     measure_sensitivity    sensitivity.json, sensitivity.png, temperatures.png
     choose_bits            bits.json, bits.png

@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 
 import hestia_tune
-from hestia_tune.commands.convert import sizes_table
+from hestia_tune.commands.convert import SIZES_FILE, sizes_table
 from hestia_tune.commands.inspect import compare_runs
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import Comparison
@@ -103,7 +103,7 @@ def _parts(folder: Path) -> dict[str, Any]:
         "sensitivity": _picture(folder / "sensitivity.png"),
         "zeros": _zeros(folder / "hard_model"),
         "reconstruction": _picture(folder / "reconstruction" / "errors.png"),
-        "sizes": _table(sizes_table(_read(folder / "converted" / "sizes.json"))),
+        "sizes": _table(sizes_table(_read(folder / "converted" / SIZES_FILE))),
         "evaluation": _table(evaluation),
         "legend": evaluation.partition("\n\n")[2],
         "prompts": prompts,
@@ -133,7 +133,7 @@ def _facts(folder: Path, parts: dict[str, Any]) -> dict[str, str]:
     for text, measure, *cells in measured:
         if measure in _HEADLINES and "trained" in header:
             facts[f"{measure.replace('kl', 'KL')}, {text}"] = cells[header.index("trained") - 2]
-    for sizes in list(_read(folder / "converted" / "sizes.json").values())[:1]:
+    for sizes in list(_read(folder / "converted" / SIZES_FILE).values())[:1]:
         whole = sizes["bytes"] * 16 / sizes["whole_bits_per_weight"]
         facts["size in bfloat16, MB"] = f"{whole / 1e6:.1f}"
     facts |= {f"size as {name}, MB": size for name, size, *_ in parts["sizes"][1:]}

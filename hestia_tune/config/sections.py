@@ -203,9 +203,8 @@ class ReconstructionConfig(Section):
     """Factor on lr, parameter_lr and norm_lr of stage 2 (see kl_blocks)."""
     lr: float = option(1e-2, low=0, high=1)
     """Learning rate of the latent weights. In every window it rises over 10 steps and falls
-    linearly to 0. With fewer than
-    100 steps per window, try up to twice the default. Weights of more than four codes (INT4) have a
-    twentieth of this rate."""
+    linearly to 0. With fewer than 100 steps per window, try up to twice the default. Weights of
+    more than four codes (INT4) have a twentieth of this rate."""
     parameter_lr: float = option(2e-2, low=0, high=1)
     """Learning rate of the method's own parameters, such as learned scales."""
     norm_lr: float = option(3e-3, low=0, high=1)

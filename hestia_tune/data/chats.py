@@ -352,9 +352,10 @@ def reply_spans(
         else:
             # The text may begin before the reply, in a thought that the prompt has opened.
             text = str(messages[index].get("content") or "").strip()
-            if whole.find(text, 0, end) < 0:  # the template has dropped the thought
+            found = whole.rfind(text, 0, end)
+            if found < 0:  # the template has dropped the thought
                 text = text.rpartition("</think>")[2].strip()
-            found = whole.rfind(text, 0, end) if text else -1
+                found = whole.rfind(text, 0, end)
             text_end = found + len(text)
             if found >= 0 and begin < text_end:
                 end = text_end + len(_turn_end(whole[text_end:end]))

@@ -425,9 +425,9 @@ class RowStream(Stream, Generic[Document]):
     def identity(self) -> list:
         config, (share, num_shares) = self.config, self._share()
         values = [self._digest, config.seq_len, config.seed, config.shuffle_buffer, share]
-        # Earlier versions divided few files among the shares, if their number allowed it.
-        few = not self._divides_files and num_shares > 1 and not self._rows.num_shards % num_shares
-        return [*values, num_shares, *["rows"] * few]
+        # Earlier versions gave every share one file, if there were as many.
+        has_one_each = not self._divides_files and self._rows.num_shards == num_shares
+        return [*values, num_shares, *["rows"] * has_one_each]
 
     @property
     def _divides_files(self) -> bool:
@@ -498,13 +498,13 @@ class RowStream(Stream, Generic[Document]):
             DataStreamError: If the share has no documents, or data cannot be read.
         """
         config, (share, num_shares) = self.config, self._share()
-        strategy = "shards" if self._divides_files else "examples"
 
-        def read(row: dict[str, Any], number: int) -> tuple[Any, int] | None:
-            """Read a row. Where every share reads all rows, the number counts all of them."""
-            is_share = num_shares > 1 and not self._divides_files
-            return self._read(row, (number - 1) * num_shares + share + 1 if is_share else number)
+        def read_share(row: dict[str, Any], number: int) -> tuple[Document, int] | None:
+            """Read a row of this share. Errors give its number among those of all shares."""
+            return self._read(row, (number - 1) * num_shares + share + 1)
 
+        divided = "shards", self._read
+        strategy, read = divided if self._divides_files else ("examples", read_share)
         while config.epochs is None or place["epoch"] < config.epochs:
             seed = f"{config.seed}/{place['epoch']}"
             rows = split_dataset_by_node(self._rows, share, num_shares, strategy=strategy)

@@ -310,7 +310,8 @@ def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
         if key in _ADDED and key not in resume_meta["identity"]:
             continue
         saved = resume_meta["identity"].get(key)
-        if differences({key: value}, {key: saved}):  # an old file may have sections' options
+        # An old file may have options of typed sections that were removed since.
+        if differences({key: value}, {key: saved}):
             remedy = f"set {key}={saved}" if key == "dtype" else "use the same"
             raise InputError(
                 f"the checkpoint to resume from has {key} {saved}, this run {value}; "

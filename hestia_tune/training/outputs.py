@@ -106,12 +106,12 @@ def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
     for section in config.datasets:
         source, files = section.get("source"), section.get("data_files")
         if files and source in ("parquet", "json", "text", "token_shards"):
-            if isinstance(files, dict):  # of every split, for one such as "train[:95%]"
+            groups = [files]
+            if isinstance(files, dict):  # all splits, for one such as "train[:95%]"
                 split = section.get("split", "train")
-                files = [files[split]] if split in files else [*files.values()]
-            files = [files] if isinstance(files, str) else files
-            parts = ([part] if isinstance(part, str) else part for part in files)
-            data += [Path(file).name for part in parts for file in part]
+                groups = [files[split]] if split in files else files.values()
+            lists = ([group] if isinstance(group, str) else group for group in groups)
+            data += [Path(file).name for files in lists for file in files]
         else:
             data.append(source or section["_component_"])
     base = hub_name(config.checkpointer["checkpoint_dir"])

@@ -95,12 +95,17 @@ def test_gguf_metadata_come_from_the_card(trained):
     assert general["languages"] == ["en"] and "ternary" in general["tags"]
 
 
-def test_gguf_ignores_a_broken_card(tmp_path):
+def gguf_fields(tmp_path, card):
+    """Return the metadata of the GGUF file of a pretrained model with a card."""
     folder = make_model_dir(tmp_path / "model")
-    (folder / "README.md").write_text("---\n[: not yaml\n---\n")
+    (folder / "README.md").write_text(card)
     options = ("convert.source=pretrained", "convert.formats=[gguf]")
     ConvertRecipe(make_config(folder, tmp_path, *options)).run()
-    fields = gguf.GGUFReader(tmp_path / "converted" / "model.gguf").fields
+    return gguf.GGUFReader(tmp_path / "converted" / "model.gguf").fields
+
+
+def test_gguf_ignores_a_broken_card(tmp_path):
+    fields = gguf_fields(tmp_path, "---\n[: not yaml\n---\n")
     assert fields["general.name"].contents() == "model"
 
 
@@ -125,11 +130,7 @@ def test_a_card_without_packed_weights(tmp_path):
 
 def test_the_language_no_is_a_text(tmp_path):
     """YAML reads no as False."""
-    folder = make_model_dir(tmp_path / "model")
-    (folder / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\n")
-    options = ("convert.source=pretrained", "convert.formats=[gguf]")
-    ConvertRecipe(make_config(folder, tmp_path, *options)).run()
-    fields = gguf.GGUFReader(tmp_path / "converted" / "model.gguf").fields
+    fields = gguf_fields(tmp_path, "---\nlanguage:\n- en\n- no\n---\n")
     assert fields["general.languages"].contents() == ["en", "no"]
 
 
