@@ -32,6 +32,7 @@ from hestia_tune.config import GeneratedConfig
 from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
 from hestia_tune.data.chat_stream import require_template
 from hestia_tune.data.chats import Chat
+from hestia_tune.data.sequences import prefix_of
 from hestia_tune.data.tokens import INDEX, write_chats, write_set
 from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.errors import InputError, one_line
@@ -250,7 +251,7 @@ def text_batch(
         number: Number of the batch.
     """
     vocab_size = getattr(tokenizer, "vocab_size", None) or model.config.vocab_size
-    before = torch.tensor(tokenizer.encode("", add_bos=False, add_eos=False), dtype=torch.int64)
+    before = torch.tensor(prefix_of(tokenizer), dtype=torch.int64)
     with _seeded(settings, number, model.device):
         first = torch.randint(vocab_size, (size, 1))
         num_greedy = int(torch.randint(3, 6, ()))

@@ -34,11 +34,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hestia_tune.commands.evaluate import run_evaluation
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.evaluation.compare import AVERAGE, PERCENT
 from hestia_tune.export.gguf import write_gguf
 from hestia_tune.files import write_json
 from hestia_tune.models.contents import read_gguf
 from hestia_tune.models.folder import ModelFolder
+from hestia_tune.models.sources import pretrained_folder
 
 PRETRAINED = "pretrained"
 CHATS = ("ended", "both", "repeating", "loss")  # of `chat.measure`
@@ -161,7 +163,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     base = settings_of(options.config, options.overrides)
-    pretrained = Path(base.checkpointer.checkpoint_dir)
+    pretrained = pretrained_folder(RunConfig.parse(base))
     ours = dict(entry.split("=", 1) for entry in options.files)
     files = write_types(options, pretrained) | {label: Path(file) for label, file in ours.items()}
     folders = {label: options.out / slug(label) for label in files}

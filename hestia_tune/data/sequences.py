@@ -2,7 +2,9 @@
 
 torchtune's own text completion dataset truncates every document at the length of a sequence, so
 most of a book is lost. Here a long document continues in the next sequence. Only the tail of the
-whole text is dropped. The cost: a sequence may begin in the middle of a document.
+whole text is dropped. The cost: a sequence may begin in the middle of a document. If the tokenizer
+begins texts with BOS, such a sequence has BOS in place of its first token, because all text that a
+model meets later begins so, too. Without it, Gemma 3 270M has a loss of 4.34 instead of 3.17.
 
 Every CPython contains the text of the demo: its help topics (``help("assert")`` and so on), and the
 docstrings of its standard library. So the demo needs no download, and the package contains no
@@ -45,18 +47,24 @@ class SequenceDataset(Dataset):
         seq_len: Number of tokens per sequence.
         eos_id: Id of the token that ends a document. It has an effect only with document masks.
         document_masks: Whether the samples keep documents apart (see `training_sample`).
+        prefix: The tokens that begin every sequence (see `training_sample`).
 
     Attributes:
         sequences: The token ids, int64 (num_sequences, seq_len).
     """
 
     def __init__(
-        self, tokens: Iterable[int], seq_len: int, eos_id: int = -1, document_masks: bool = False
+        self,
+        tokens: Iterable[int],
+        seq_len: int,
+        eos_id: int = -1,
+        document_masks: bool = False,
+        prefix: Sequence[int] = (),
     ):
         flat = np.fromiter(tokens, np.int64)
         whole = flat[: len(flat) // seq_len * seq_len]
         self.sequences = torch.from_numpy(whole.reshape(-1, seq_len))
-        self._form = eos_id, document_masks
+        self._form = eos_id, document_masks, prefix
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -70,7 +78,14 @@ def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
     return (tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts)
 
 
-def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dict[str, Any]:
+def prefix_of(tokenizer: Any) -> list[int]:
+    """Return the special tokens, usually BOS or none, that the tokenizer puts before every text."""
+    return tokenizer.encode("", add_bos=False, add_eos=False)
+
+
+def training_sample(
+    tokens: list[int], eos_id: int, document_masks: bool, prefix: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return a torchtune sample whose labels equal its tokens.
 
     The recipe shifts the labels, so that every token but the last predicts the next token.
@@ -81,11 +96,14 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
         document_masks: Whether to make a sample for ``torchtune.data.padded_collate_packed``.
             Positions then start at 0 with each document, and with each sequence. The second part of
             a document that was cut does not see the first part.
+        prefix: The tokens that begin every sequence. They replace the first tokens of a sequence
+            that continues a document.
 
     Returns:
         ``tokens`` and ``labels`` as lists. With document masks, int64 tensors: ``tokens``,
         ``labels`` and ``input_pos`` (seq_len,), and ``seq_lens`` (documents,).
     """
+    tokens = [*prefix, *tokens[len(prefix) :]]
     if not document_masks:
         return {"tokens": tokens, "labels": list(tokens)}
     ends = [end for end, token in enumerate(tokens, 1) if token == eos_id or end == len(tokens)]
@@ -271,4 +289,5 @@ def demo_dataset(
     if docstrings:
         documents += without_quotes(stdlib_docstrings(), demo_documents("validation"))
     encoded = encode_each(tokenizer, documents)
-    return SequenceDataset((id_ for ids in encoded for id_ in [*ids, tokenizer.eos_id]), seq_len)
+    tokens = (id_ for ids in encoded for id_ in [*ids, tokenizer.eos_id])
+    return SequenceDataset(tokens, seq_len, prefix=prefix_of(tokenizer))

@@ -34,7 +34,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hestia_tune.config import SourceConfig, StreamConfig, nearest
 from hestia_tune.data.chats import chat_format
-from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
+from hestia_tune.data.sequences import SequenceDataset, encode_each, prefix_of, training_sample
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import first_missing, literal
 
@@ -539,6 +539,9 @@ class StreamingTextDataset(RowStream[str]):
             ``encode_batch``, which encodes many texts without special tokens.
         config: The options.
 
+    Attributes:
+        prefix: The tokens that begin every sequence: those that the tokenizer puts before texts.
+
     Raises:
         InputError: If there is no such dataset, file or split, or it is empty.
         DataStreamError: If the first row cannot be read, or is not text.
@@ -549,6 +552,7 @@ class StreamingTextDataset(RowStream[str]):
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
         self.tokenizer, self._read = tokenizer, read_text(config.column)
+        self.prefix = prefix_of(tokenizer)
         super().__init__(config)
 
     def _open(self) -> tuple[datasets.IterableDataset, str, list[str]]:
@@ -566,7 +570,7 @@ class StreamingTextDataset(RowStream[str]):
             end = len(tokens) - len(tokens) % seq_len
             for first in range(0, end, seq_len):
                 chosen = tokens[first : first + seq_len]
-                yield training_sample(chosen, eos_id, self.config.document_masks)
+                yield training_sample(chosen, eos_id, self.config.document_masks, self.prefix)
             tokens = tokens[end:]
         return tokens
 
@@ -602,4 +606,5 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
     stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])
-    return SequenceDataset(tokens, config.seq_len, tokenizer.eos_id, config.document_masks)
+    form = tokenizer.eos_id, config.document_masks, stream.prefix
+    return SequenceDataset(tokens, config.seq_len, *form)

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from hestia_tune.config import ChatConfig, GeneratedConfig, StreamConfig
 from hestia_tune.data.chat_stream import ChatSequences, chat_dataset
-from hestia_tune.data.sequences import training_sample
+from hestia_tune.data.sequences import prefix_of, training_sample
 from hestia_tune.data.stream import StreamingTextDataset
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
@@ -59,7 +59,7 @@ class TokenizedSet(Dataset):
     """
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
-        self.config, self.eos_id = config, tokenizer.eos_id
+        self.config, self.eos_id, self._prefix = config, tokenizer.eos_id, prefix_of(tokenizer)
         folder = Path(config.files)
         index = _read_index(folder)
         if index["tokenizer"] != _tokenizer_digest(tokenizer):
@@ -95,7 +95,7 @@ class TokenizedSet(Dataset):
         seq_len = self.config.seq_len
         offset = number * seq_len * self._dtype.itemsize
         tokens = np.fromfile(self.path, self._dtype, seq_len, offset=offset).tolist()
-        return training_sample(tokens, self.eos_id, self.config.document_masks)
+        return training_sample(tokens, self.eos_id, self.config.document_masks, self._prefix)
 
 
 def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDataset | TokenizedSet:
@@ -208,6 +208,7 @@ def write_token_shards(
     config = StreamConfig.parse(options | _ONE_PASS | {"max_tokens": max_tokens})
     stream = StreamingTextDataset(tokenizer, replace(config, max_tokens=None))
     stream.rank, stream.world_size = 0, 1
+    stream.prefix = []  # The set holds the documents alone. Its sequences get the prefix.
 
     def parts():
         yield from (sample["tokens"] for sample in stream)
