@@ -53,7 +53,7 @@ def write_types(options: argparse.Namespace, pretrained: Path) -> dict[str, Path
         write_gguf(ModelFolder(pretrained, {}), dense)
     if options.types and not matrix.exists():
         command = ["-m", dense, "-f", options.imatrix_text, "-o", matrix]
-        command += ["--chunks", str(options.chunks)]
+        command += ["--chunks", str(options.chunks), "--threads", str(options.threads)]
         subprocess.run([options.tools / "llama-imatrix", *command], check=True)
     files = {}
     for kind in options.types:
@@ -61,7 +61,8 @@ def write_types(options: argparse.Namespace, pretrained: Path) -> dict[str, Path
         if not file.exists():
             command = [options.tools / "llama-quantize", "--imatrix", matrix]
             command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
-            subprocess.run([*command, dense, file, kind], check=True, capture_output=True)
+            command += [dense, file, kind, str(options.threads)]
+            subprocess.run(command, check=True, capture_output=True)
     return files
 
 

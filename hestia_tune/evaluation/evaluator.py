@@ -79,8 +79,9 @@ def perplexity(
     Each document is scored by itself.
 
     Args:
-        lm: A `DecoderLM`. The prefix token is its BOS, or EOS if there is no BOS. No other special
-            token is added.
+        lm: A `DecoderLM`. Its BOS, or EOS if there is no BOS, comes before every document. If the
+            tokenizer begins texts with BOS, every window begins with it, in place of its oldest
+            token. No other special token is added.
         documents: The texts.
         window: The number of inputs per forward, at most the longest input of ``lm``.
         stride: The step from one window to the next, at most ``window``. None: ``window``.

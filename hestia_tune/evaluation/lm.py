@@ -93,27 +93,35 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         documents = [self.tok_encode(request.args[0]) for request in requests]
-        return self.rolling(documents, self.max_length, self.max_length)
+        window = self.max_length  # as in lm-eval, whose windows have no BOS but the first
+        return self.rolling(documents, window, window, has_bos=False)
 
-    def rolling(self, documents: list[list[int]], window: int, stride: int) -> list[float]:
+    def rolling(
+        self, documents: list[list[int]], window: int, stride: int, has_bos: bool = True
+    ) -> list[float]:
         """Return the log-probability in nats of each document, in the windows of `perplexity`.
 
         Args:
             documents: The token ids of each document.
             window: The number of inputs per forward.
             stride: The step from one window to the next.
+            has_bos: Whether every window begins with BOS if the tokenizer's texts do.
         """
-        windows = [self._windows(ids, window, stride) for ids in documents]
+        windows = [self._windows(ids, window, stride, has_bos) for ids in documents]
         pairs = [(None, *make_disjoint_window(pair)) for group in windows for pair in group]
         scores = iter(self._loglikelihood_tokens(pairs))
         return [sum(next(scores)[0] for _ in group) for group in windows]
 
     def _windows(
-        self, ids: list[int], window: int, stride: int
+        self, ids: list[int], window: int, stride: int, has_bos: bool = True
     ) -> list[tuple[list[int], list[int]]]:
         """Return the inputs of every window, and the tokens that their last positions predict."""
         shared = window - stride + 1  # tokens of a window that the window before also has
-        return [*get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
+        first = self.prefix_token_id
+        windows = [*get_rolling_token_windows(ids, first, window, shared)]
+        if has_bos and [*self.tokenizer.encode("")] == [first]:
+            windows = [([first, *inputs[1:]], targets) for inputs, targets in windows]
+        return windows
 
     def divergence(
         self, reference: "DecoderLM", documents: list[list[int]], window: int, stride: int

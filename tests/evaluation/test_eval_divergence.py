@@ -34,8 +34,8 @@ def divergence(lm, reference, texts, window, stride=None, max_tokens=None):
 def one_token_at_a_time(model, reference, texts, window, stride):
     """Return the mean divergence and the agreement in float64, with one forward per token.
 
-    A token is predicted from the start of its window: the first window begins with BOS, and each
-    later one ends ``stride`` tokens after the window before, or at the end of the text.
+    A token is predicted from the start of its window: every window begins with BOS, and each later
+    one ends ``stride`` tokens after the window before, or at the end of the text.
     """
     divergences, same = [], []
     models = [m.double() for m in (model, reference)]
@@ -44,7 +44,7 @@ def one_token_at_a_time(model, reference, texts, window, stride):
         for last in range(len(inputs)):
             moves = max(-(-(last + 1 - window) // stride), 0)
             end = min(window + moves * stride, len(inputs))
-            seen = torch.tensor([inputs[max(end - window, 0) : last + 1]])
+            seen = torch.tensor([[BOS, *inputs[max(end - window, 0) + 1 : last + 1]]])
             own, other = (m(seen)[0, -1].log_softmax(-1) for m in models)
             divergences.append(float((other.exp() * (other - own)).sum()))
             same.append(int(own.argmax()) == int(other.argmax()))

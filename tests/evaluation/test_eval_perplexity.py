@@ -50,8 +50,13 @@ def make_model(seed, dtype=torch.float32):
     return model.to(dtype)
 
 
-def measure(model, texts, batch_size="auto", **options):
-    lm = DecoderLM(model, Bytes(), window=64, batch_size=batch_size, device="cpu")
+class BytesWithBos(Bytes):
+    bos_id = 255
+
+
+def measure(model, texts, batch_size="auto", tokenizer=None, **options):
+    tokenizer = tokenizer or Bytes()
+    lm = DecoderLM(model, tokenizer, window=64, batch_size=batch_size, device="cpu")
     return perplexity(lm, texts, **options)
 
 
@@ -66,13 +71,19 @@ def make_texts(seed, lengths):
 
 @torch.no_grad()
 def one_token_at_a_time(model, text, window, stride, prefix=256):
-    """Sum the negative log-likelihood, one token at a time after the context in its window."""
+    """Sum the negative log-likelihood, one token at a time after the context in its window.
+
+    The prefix EOS (256) begins the document, and the prefix BOS every window.
+    """
     inputs = [prefix, *text.encode()]
     total = 0.0
     for i in range(len(text.encode())):
         steps = max(math.ceil((i + 1 - window) / stride), 0)
         end = min(window + steps * stride, len(inputs) - 1)
-        seen = inputs[max(end - window, 0) : i + 1]
+        begin = max(end - window, 0)
+        seen = inputs[begin : i + 1]
+        if prefix != 256:
+            seen = [prefix, *seen[1:]]
         logp = model(torch.tensor([seen]))[0, -1].double().log_softmax(0)
         total -= logp[inputs[i + 1]].item()
     return total
@@ -80,12 +91,13 @@ def one_token_at_a_time(model, text, window, stride, prefix=256):
 
 @pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 3), (8, 1), (1, 1), (64, 10)])
 @pytest.mark.parametrize("batch_size", ["auto", 1, 4])
-def test_equals_one_token_at_a_time(window, stride, batch_size):
+@pytest.mark.parametrize(("tokenizer", "prefix"), [(Bytes(), 256), (BytesWithBos(), 255)])
+def test_equals_one_token_at_a_time(window, stride, batch_size, tokenizer, prefix):
     for seed in range(2):
         model = make_model(seed)
         texts = make_texts(seed, [1, 7, 8, 9, 16, 30, 0])
-        result = measure(model, texts, batch_size, window=window, stride=stride)
-        expected = sum(one_token_at_a_time(model, text, window, stride) for text in texts)
+        result = measure(model, texts, batch_size, tokenizer, window=window, stride=stride)
+        expected = sum(one_token_at_a_time(model, text, window, stride, prefix) for text in texts)
         assert result["nll"] == pytest.approx(expected, rel=1e-5)
         assert (result["tokens"], result["documents"], result["bytes"]) == (71, 6, 71)
         assert result["words"] == sum(len(re.split(r"\s+", text)) for text in texts if text)
