@@ -168,6 +168,8 @@ def test_the_group_size_divides_every_row(widths, expected, tmp_path, capsys, da
     if expected == 256:
         kind, reason = ("HestiaQATQuantizer", "ternary"), "for llama.cpp's type TQ2_0"
     assert config.quantizer._component_ == f"hestia_tune.{kind[0]}"
+    # A reconstruction with learned scales begins at least squares, whatever the levels.
+    assert (config.quantizer.scale, config.quantizer.start) == ("learned", "least_squares")
     text = " ".join(out.split())
     assert f"weights: {kind[1]} (-1, 0" in text and reason in text
     assert ("gguf" in config.convert.formats) == (expected != "channel")

@@ -152,7 +152,7 @@ def test_the_commands(environment, run_folder):
     hard = "runs/mine/reconstruction/hard_model"
     formats = "convert.formats=[huggingface,torchao,intx,gguf]"
     hestia("convert", *few, f"convert.source={hard}", formats)
-    assert "14 linears: two bits" in hestia("inspect", "runs/mine/converted/torchao")
+    assert "14 linears: four levels" in hestia("inspect", "runs/mine/converted/torchao")
     models = f"eval.models=[pretrained,{hard},packed]"
     text = "eval.perplexity={mine: {source: text.txt}}"
     told = hestia("eval", *few, models, "eval.tasks=[]", text)

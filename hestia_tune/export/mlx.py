@@ -3,7 +3,7 @@
 A weight in MLX is scales * field + biases, with one scale and one bias per block of 128, 64 or 32
 columns. A block is the largest of these that divides the group. A scale that covers more columns is
 repeated. The files hold these tensors for each quantized linear; the codes are -1, 0, 1 (ternary),
--1, 0, 1, 2 (two bits), -1, 1 (binary) or -3, -1, 1, 3 (four levels), and c is the lowest code:
+-1, 0, 1, 2 (four levels), -1, 1 (binary) or -3, -1, 1, 3 (symmetric), and c is the lowest code:
 
     NAME.weight   uint32 (out_features, in_features * bits / 32): fields of (code - c) / d, the
                   first weight in the lowest bits. d is the distance of the codes, 1 or 2.

@@ -56,8 +56,8 @@ _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 KINDS = {
     BINARY: "binary",
     TERNARY: "ternary",
-    TWO_BIT: "two bits",
-    SYMMETRIC: "four levels",
+    TWO_BIT: "four levels",
+    SYMMETRIC: "symmetric four levels",
     INT4: "4-bit integers",
 }
 

@@ -352,7 +352,7 @@ def local_folder(path: str) -> Path:
         return Path(huggingface_hub.snapshot_download(path, **patterns))
     except Exception as error:  # the network, the hub or a file may fail in any way
         raise InputError(
-            f"{path} is no folder here and could not be fetched from the hub: "
+            f"{path} is not a local folder and could not be fetched from the hub: "
             f"{one_line(error, limit=150)}; "
             "check the name and the network, or fetch it elsewhere and give its folder: tune "
             f"download {path} --output-dir ./models/{path.rpartition('/')[2]}"

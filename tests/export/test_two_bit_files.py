@@ -81,7 +81,7 @@ def test_a_gguf_file_is_inspected(model, tmp_path):
     assert (
         contents_table(tmp_path / "model.gguf")
         .splitlines()[-1]
-        .startswith(f"{len(source.quantized)} linears: two bits in groups of 128")
+        .startswith(f"{len(source.quantized)} linears: four levels in groups of 128")
     )
 
 

@@ -221,7 +221,7 @@ def test_a_missing_folder_is_refused(tmp_path, monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(ValueError, match="someone/model is no folder here.*no network"):
+    with pytest.raises(ValueError, match="someone/model is not a local folder.*no network"):
         hugging_face("someone/model")
     with pytest.raises(ValueError, match="no config.json"):
         hugging_face("./models/model")
