@@ -8,7 +8,8 @@ Either run costs as much as the parts of the model outside its blocks.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -281,8 +282,8 @@ def record_blocks(
         The blocks with their inputs on this batch.
 
     Raises:
-        InputError: If the model has no blocks, or does not call them one after the other with the
-            hidden states as first argument.
+        InputError: If the model has no blocks, does not call them one after the other with the
+            hidden states as first argument, or lets them share a dict or list.
     """
     blocks = list(find_blocks(model).values())
     seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
@@ -309,6 +310,13 @@ def record_blocks(
         raise InputError(
             "the model must call the blocks of one nn.ModuleList one after the other, with the "
             "hidden states as first argument"
+        )
+    given = [value for _, args, kwargs in seen for value in (*args, *kwargs.values())]
+    counts = Counter(id(value) for value in given if isinstance(value, (MutableMapping, list)))
+    if any(count > 1 for count in counts.values()):  # Gemma 4: a block reads another's keys there
+        raise InputError(
+            "the blocks of the model share a dict or list, through which one may read what another "
+            "has computed, so they cannot run one by one"
         )
     calls = [BlockCall(args[1:], kwargs) for _, args, kwargs in seen]
     return BlockChain(model, blocks, seen[0][1][0], calls, kinds[0])

@@ -325,7 +325,7 @@ def kept_result(
         saved = read_json(file)
         if not (odd := differences(identity, saved)):
             return saved
-        fault = f"{file}: it was made with another {odd[0]}"
+        fault = f"{file}: it was made with other settings ({odd[0]})"
     except InputError as error:
         fault = str(error)
     if overwrite:

@@ -54,6 +54,7 @@ from hestia_tune.memory import fit_to_memory
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import hub_name, local_folder, open_folder
+from hestia_tune.models.small import require_separate_documents
 from hestia_tune.models.sources import check_shapes, open_source
 
 log = logging.getLogger(__name__)
@@ -530,6 +531,7 @@ def _look_at_model(
         "on_gpu": on_gpu,
         "tokenizer": tokenizer,
         "has_template": tokenizer.chat_template is not None,
+        "is_packed": train.form is None or _separates(path),
         "has_stacks": has_stacks,
         "is_ternary": levels_reason != _FOUR_LEVELS,
         "levels_reason": levels_reason,
@@ -547,6 +549,15 @@ def _look_at_model(
         "embedding": next(n for n, m in model.named_modules() if m is model.tok_embeddings),
     }
     return values | _choose_budget(model, on_gpu, gpu_memory, is_chain)
+
+
+def _separates(path: str) -> bool:
+    """Return whether a model keeps the chats of one sequence apart."""
+    try:
+        require_separate_documents(str(local_folder(path)))
+    except InputError:
+        return False
+    return True
 
 
 def _choose_budget(

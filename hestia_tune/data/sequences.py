@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler
@@ -73,14 +74,24 @@ class SequenceDataset(Dataset):
         return training_sample(self.sequences[index].tolist(), *self._form)
 
 
-def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
-    """Return the token ids of each text, without special tokens."""
-    return (tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts)
-
-
 def prefix_of(tokenizer: Any) -> list[int]:
-    """Return the special tokens, usually BOS or none, that the tokenizer puts before every text."""
-    return tokenizer.encode("", add_bos=False, add_eos=False)
+    """Return the special tokens, usually BOS or none, that begin every text of a tokenizer.
+
+    If the tokenizer holds one of the library tokenizers, as `HuggingFaceTokenizer` does, that one
+    decides. Others, which are torchtune's, begin texts with BOS, if it is not EOS.
+    """
+    if isinstance(getattr(tokenizer, "tokenizer", None), tokenizers.Tokenizer):
+        return tokenizer.encode("", add_bos=False, add_eos=False)
+    bos_id = getattr(tokenizer, "bos_id", None)
+    return [] if bos_id in (None, tokenizer.eos_id) else [bos_id]
+
+
+def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Return the token ids of each text, after those of `prefix_of`."""
+    prefix = prefix_of(tokenizer)
+    for text in texts:
+        ids = tokenizer.encode(text, add_bos=False, add_eos=False)
+        yield ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
 def training_sample(

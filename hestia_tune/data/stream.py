@@ -536,7 +536,7 @@ class StreamingTextDataset(RowStream[str]):
 
     Args:
         tokenizer: A torchtune tokenizer (``encode``, ``eos_id``). It is faster with a method
-            ``encode_batch``, which encodes many texts without special tokens.
+            ``encode_batch``, which encodes many texts, with the tokens that begin each.
         config: The options.
 
     Attributes:

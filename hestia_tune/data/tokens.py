@@ -334,8 +334,11 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     """Return a digest of what the tokenizer makes of a short text."""
     ids = tokenizer.encode("A probe: déjà vu,\n\n  2 + 2 = 4.", add_bos=False, add_eos=False)
     values = [ids, tokenizer.eos_id, getattr(tokenizer, "vocab_size", None)]
-    # Earlier versions wrote texts as this state left them: cut, padded, or ended twice.
+    # Earlier versions wrote texts as this state left them: cut, padded, or ended twice. And they
+    # wrote the texts of torchtune's tokenizers without BOS.
     values += filter(None, [getattr(tokenizer, "neutralized", None)])
+    prefix = prefix_of(tokenizer)
+    values += [prefix] if ids[: len(prefix)] != prefix else []
     described = repr(tuple(values))
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 

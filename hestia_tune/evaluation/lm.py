@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
+from hestia_tune.data.sequences import prefix_of
 from hestia_tune.distributed import gathered, progress_bar, raise_together
 from hestia_tune.errors import InputError, NotFiniteError
 from hestia_tune.losses import divergence
@@ -116,11 +117,14 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         self, ids: list[int], window: int, stride: int, has_bos: bool = True
     ) -> list[tuple[list[int], list[int]]]:
         """Return the inputs of every window, and the tokens that their last positions predict."""
+        prefix = [*self.tokenizer.encode("")] if has_bos else []
+        *before, last = prefix or [self.prefix_token_id]  # more than BOS in GLM
+        if before:
+            window, stride = window - len(before), min(stride, window - len(before))
         shared = window - stride + 1  # tokens of a window that the window before also has
-        first = self.prefix_token_id
-        windows = [*get_rolling_token_windows(ids, first, window, shared)]
-        if has_bos and [*self.tokenizer.encode("")] == [first]:
-            windows = [([first, *inputs[1:]], targets) for inputs, targets in windows]
+        windows = [*get_rolling_token_windows(ids, last, window, shared)]
+        if prefix:
+            windows = [([*prefix, *inputs[1:]], targets) for inputs, targets in windows]
         return windows
 
     def divergence(
@@ -290,15 +294,14 @@ class PlainTokenizer:
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._prefix = tokenizer, prefix_of(tokenizer)
         self.eos_token_id = self.pad_token_id = tokenizer.eos_id
         self.bos_token_id = getattr(tokenizer, "bos_id", None)
         self.vocab_size = getattr(tokenizer, "vocab_size", None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        has_bos = add_special_tokens and self.bos_token_id not in (None, self.eos_token_id)
         ids = self._tokenizer.encode(text, add_bos=False, add_eos=False)
-        return [self.bos_token_id] * has_bos + ids
+        return [*self._prefix, *ids] if add_special_tokens else ids
 
     def decode(self, ids: list[int] | int, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens without BOS and EOS, or a token given as an int by number."""

@@ -400,6 +400,7 @@ class ReconstructionRecipe:
         def content(batch: CalibrationBatch) -> list[Any]:
             has_all = torch.equal(batch.labels != IGNORE_INDEX, batch.has_successor)
             parts = [batch.tokens] if has_all else [batch.tokens, batch.labels]
+            parts += [value for key, value in batch.model_inputs.items() if key == "input_pos"]
             return [row for part in parts for row in part.tolist()]
 
         return {

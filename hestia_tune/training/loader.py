@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ from hestia_tune.data import (
     StreamingChatDataset,
     TokenizedSet,
 )
-from hestia_tune.data.sequences import IGNORE_INDEX, document_mask, pad_samples
+from hestia_tune.data.sequences import IGNORE_INDEX, document_mask, pad_samples, prefix_of
 from hestia_tune.data.stream import RowStream
 from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import STOP_SIGNALS, raise_together, totals_over_ranks
 from hestia_tune.errors import InputError, collecting, count_text, one_line, warn_once
+from hestia_tune.models.small import require_separate_documents
+from hestia_tune.models.sources import pretrained_folder
 from hestia_tune.sensitivity import CalibrationBatch
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ def build_dataset(
         for part in parts:
             if not isinstance(part, Stream):
                 _try_first(part, collate)
+        if config.is_transformers_model and any(map(_has_documents, parts)):
+            require_separate_documents(str(pretrained_folder(config)))
         if isinstance(value, list) and None not in weights:
             dataset: Any = MixtureDataset(parts, weights, config.seed or 0)
         elif len(parts) > 1 and any(isinstance(part, Stream) for part in parts):
@@ -107,6 +111,14 @@ def build_dataset(
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise InputError(f"{key} could not be loaded: {one_line(error, 1000)}") from error
     return dataset, collate
+
+
+def _has_documents(dataset: Any) -> bool:
+    """Return whether the samples of a dataset keep documents apart."""
+    if isinstance(dataset, Stream):
+        config = getattr(dataset, "config", None)
+        return getattr(config, "document_masks", False) and getattr(config, "packed", True)
+    return "seq_lens" in dataset[0]
 
 
 def _try_first(dataset: Any, collate: Callable) -> None:
@@ -244,22 +256,30 @@ def calibration_batches(
 
 
 def texts_of(batches: list[CalibrationBatch], tokenizer: Any) -> list[str]:
-    """Return the text of every row of batches.
+    """Return the text of every row of batches, or of every document if documents have masks.
 
-    Chats keep their special tokens, which mean something there. Other texts lose theirs.
+    Chats keep their special tokens, which mean something there. Other texts lose theirs. So do
+    chats the tokens that begin every text, which come before every document when it is scored.
     """
-    texts = []
+    texts, prefix = [], prefix_of(tokenizer)
+    inner = getattr(tokenizer, "tokenizer", None)
     for batch in batches:
         real = torch.ones_like(batch.tokens, dtype=torch.bool)
         real = real if batch.is_real is None else batch.is_real
-        for tokens, labels, is_real in zip(batch.tokens, batch.labels, real, strict=True):
-            ids = tokens[is_real].tolist()
-            inner = getattr(tokenizer, "tokenizer", None)
+        starts = batch.model_inputs.get("input_pos", torch.ones_like(batch.tokens)) == 0
+        rows = zip(batch.tokens, batch.labels, real, starts, strict=True)
+        for tokens, labels, is_real, is_start in rows:
             is_chat = (labels[:-1][is_real[1:]] == IGNORE_INDEX).any()
-            if is_chat and inner is not None:
-                texts.append(inner.decode(ids, skip_special_tokens=False))
-            else:
-                texts.append(tokenizer.decode(ids))
+            begins = is_start.nonzero().flatten().tolist()
+            for begin, end in pairwise([*(begins or [0]), len(tokens)]):
+                ids = tokens[begin:end][is_real[begin:end]].tolist()
+                if not ids:
+                    continue
+                if is_chat and inner is not None:
+                    ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
+                    texts.append(inner.decode(ids, skip_special_tokens=False))
+                else:
+                    texts.append(tokenizer.decode(ids))
     return texts
 
 

@@ -54,29 +54,36 @@ def test_sequences_hold_every_token_in_order(tmp_path, seq_len):
         assert sequences.flatten().tolist() == joined[: 11 - 11 % seq_len]
 
 
-class Prefixed(Letters):
-    """A tokenizer whose texts begin with BOS, as those of Gemma and Llama 3 do."""
+class WithBos(Letters):
+    """A tokenizer with BOS, which its flags add or leave out, as those of torchtune do."""
+
+    bos_id = 1
+
+
+class Prefixed(WithBos):
+    """A tokenizer that begins every text with BOS, whatever the flags are."""
 
     def encode(self, text, add_bos, add_eos):
         return [1, *super().encode(text, add_bos, add_eos)]
 
 
+@pytest.mark.parametrize("tokenizer", [WithBos(), Prefixed()], ids=["flags", "always"])
 @pytest.mark.parametrize("kind", ["memory", "stream", "set"])
 @pytest.mark.parametrize("document_masks", [False, True])
 @pytest.mark.parametrize("seq_len", [2, 4, 5])
-def test_sequences_begin_with_bos_if_texts_do(tmp_path, kind, document_masks, seq_len):
+def test_sequences_begin_with_bos_if_texts_do(tmp_path, tokenizer, kind, document_masks, seq_len):
     file = write_jsonl(tmp_path / "a.jsonl", ["ab", "cdefghi", "j"])
     joined = [1, 97, 98, 0, 1, 99, 100, 101, 102, 103, 104, 105, 0, 1, 106, 0]
     starts = range(0, len(joined) - seq_len + 1, seq_len)
     expected = [[1, *joined[start + 1 : start + seq_len]] for start in starts]
     options = {"source": "json", "data_files": file, "shuffle_buffer": 0, "epochs": 1}
     if kind == "set":
-        write_token_shards(Prefixed(), tmp_path / "set", **options)
+        write_token_shards(tokenizer, tmp_path / "set", **options)
         written = np.fromfile(tmp_path / "set" / "tokens.bin", "<u4")
         assert written.tolist() == joined  # the documents alone, for any seq_len
         options |= {"source": "token_shards", "data_files": str(tmp_path / "set")}
     options |= {"seq_len": seq_len, "document_masks": document_masks}
-    dataset = (text_dataset if kind == "memory" else streaming_text_dataset)(Prefixed(), **options)
+    dataset = (text_dataset if kind == "memory" else streaming_text_dataset)(tokenizer, **options)
     samples = list(dataset) if kind == "stream" else [dataset[i] for i in range(len(dataset))]
     for key in ("tokens", "labels"):
         assert [torch.as_tensor(sample[key]).tolist() for sample in samples] == expected

@@ -2,11 +2,13 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 pytest.importorskip("lm_eval", reason="perplexity needs lm-eval's scoring")
@@ -102,6 +104,27 @@ def test_equals_one_token_at_a_time(window, stride, batch_size, tokenizer, prefi
         assert (result["tokens"], result["documents"], result["bytes"]) == (71, 6, 71)
         assert result["words"] == sum(len(re.split(r"\s+", text)) for text in texts if text)
         assert (result["window"], result["stride"]) == (window, stride)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 7), (8, 3), (64, 64)])
+def test_a_tokenizer_may_begin_texts_with_two_tokens(window, stride):
+    """GLM's does. Every window has both, so it holds a token less of the text."""
+    letters = {chr(i): i for i in range(97, 123)} | {"[a]": 254, "[b]": 255, "[end]": 256}
+    tokenizer = SimpleNamespace(tokenizer=Tokenizer(models.WordLevel(letters, "[end]")), eos_id=256)
+    tokenizer.tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.tokenizer.post_processor = processors.TemplateProcessing(
+        single="[a] [b] $A", special_tokens=[("[a]", 254), ("[b]", 255)]
+    )
+    model, text = make_model(0), "abcdefghijklmnopqrst"
+    found = measure(model, [text], tokenizer=tokenizer, window=window, stride=stride)
+    step, expected = min(stride, window - 1), 0.0
+    for i, target in enumerate(text.encode()):
+        moves = max(math.ceil((i + 1 - (window - 1)) / step), 0)
+        end = min(window - 1 + moves * step, len(text))
+        seen = [254, 255, *text.encode()[max(end - (window - 1), 0) : i]]
+        with torch.no_grad():
+            expected -= model(torch.tensor([seen]))[0, -1].double().log_softmax(0)[target].item()
+    assert found["tokens"] == 20 and found["nll"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_default_stride_and_measures():

@@ -8,9 +8,10 @@ from families import make_family
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import logits as comparing
-from hestia_tune.export.logits import Limits, compare, expected_logits, full_config, limits_of
+from hestia_tune.export.logits import compare, expected_logits
 from hestia_tune.models.decoder import load_hard
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.models.small import Limits, full_config, limits_of, small_config
 
 transformers = pytest.importorskip("transformers")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -47,25 +48,25 @@ def test_limits(name, values, limits):
 
 def test_a_small_model_keeps_the_kinds_of_layers_and_the_ratios():
     large = config("Gemma3TextConfig", num_hidden_layers=26, hidden_size=1152, head_dim=256)
-    small = comparing.small_config(large)
+    small = small_config(large)
     assert small["layer_types"] == large["layer_types"][:6] and small["num_hidden_layers"] == 6
     assert small["head_dim"] == 256 and limits_of(small) == Limits(window=16)
     assert small["hidden_size"] == 4 * 256 and small["vocab_size"] == 512
     values = {"num_hidden_layers": 28, "max_window_layers": 21, "sliding_window": 4096}
     large = config("Qwen2Config", use_sliding_window=True, **values)
-    small = comparing.small_config(large)
+    small = small_config(large)
     assert small["layer_types"] == ["full_attention", "sliding_attention"]
     assert small["max_window_layers"] == 1
     sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
     long = {"max_position_embeddings": 131072}
-    small = comparing.small_config(config("LlamaConfig", rope_parameters=LLAMA3, **sizes, **long))
+    small = small_config(config("LlamaConfig", rope_parameters=LLAMA3, **sizes, **long))
     assert limits_of(small) == Limits(context=256)
     assert small["max_position_embeddings"] == 4096  # 16 times the original context, as before
     assert (small["num_attention_heads"], small["num_key_value_heads"]) == (4, 2)
     assert small["hidden_size"] == 4 * 64
     aperiodic = ["full_attention"] + ["sliding_attention"] * 8
     values = {"num_hidden_layers": 9, "layer_types": aperiodic}
-    assert comparing.small_config(config("Gemma3TextConfig", **values))["num_hidden_layers"] == 9
+    assert small_config(config("Gemma3TextConfig", **values))["num_hidden_layers"] == 9
 
 
 def test_texts_end_behind_the_limits_if_this_can_be_afforded():
@@ -154,5 +155,5 @@ def test_a_config_that_no_small_model_can_have_is_not_refused(source, monkeypatc
     def fail(*_):
         raise ValueError("sizes that do not fit")
 
-    monkeypatch.setattr(comparing, "_make_small", fail)
+    monkeypatch.setattr(comparing, "make_small", fail)
     comparing.check_small("x", source, lambda small, target: 1 / 0)

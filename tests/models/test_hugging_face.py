@@ -315,6 +315,31 @@ def test_blocks_that_are_not_a_chain_are_refused():
     assert "forward" not in vars(model.blocks[0])
 
 
+def test_blocks_that_share_a_dict_do_not_run_one_by_one():
+    """Gemma 4's later blocks read keys and values there that earlier ones have computed."""
+
+    class Block(torch.nn.Module):
+        def forward(self, hidden, shared):
+            shared.setdefault("keys", hidden)
+            return hidden + shared["keys"]
+
+    class Model(torch.nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.layers, self.shared = torch.nn.ModuleList([Block(), Block()]), shared
+
+        def forward(self, tokens):
+            hidden, shared = tokens.float(), {}
+            for block in self.layers:
+                hidden = block(hidden, shared if self.shared else {})
+            return hidden
+
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    record_blocks(Model(shared=False), tokens)
+    with pytest.raises(ValueError, match="share a dict or list.* cannot run one by one"):
+        record_blocks(Model(shared=True), tokens)
+
+
 def test_equal_tensors_are_kept_once(family, monkeypatch):
     _, _, model = family
     with torch.no_grad():

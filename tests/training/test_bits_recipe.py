@@ -124,13 +124,17 @@ def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path
     assert second.quantizer["layers"][name] is None and second.bits.average is None
     assert second.quantizer != first.quantizer
     assert "edited by hand" in caplog.text and "exceed bits.average 3.3" in caplog.text
-    with pytest.raises(InputError, match=r"bits\.json: it was made with another average; use the"):
+    with pytest.raises(
+        InputError, match=r"bits\.json: it was made with other settings \(average\); use the"
+    ):
         choose_bits(Run.of(config.changed(bits={"average": 3.4})))
     write_json(path, (saved := json.loads(path.read_text())) | {"embedding": "int8"})
-    with pytest.raises(InputError, match="made with another embedding"):
+    with pytest.raises(InputError, match=r"made with other settings \(embedding\)"):
         choose_bits(Run.of(config))
     write_json(path, saved)
-    with pytest.raises(InputError, match=r"made with another by; use the same settings, delete"):
+    with pytest.raises(
+        InputError, match=r"made with other settings \(by\); use the same settings, delete"
+    ):
         Run.of(config.changed(bits={"by": "error"}))
     by_error = config.changed(bits={"by": "error"}, overwrite_output=True)
     choose_bits(Run.of(by_error), overwrite=True)
@@ -162,7 +166,7 @@ def test_a_reconstruction_chooses_and_training_starts_from_it(finished, model_di
     by_error = make_config(model_dir, tmp_path / "error", *SETTINGS, *few, "bits.by=error")
     assert run_reconstruct(by_error) == 0
     assert not (tmp_path / "error" / "sensitivity.json").exists()
-    with pytest.raises(InputError, match="made with another by"):
+    with pytest.raises(InputError, match=r"made with other settings \(by\)"):
         run_reconstruct(OmegaConf.merge(config, {"bits": {"by": "error"}}))
 
 

@@ -21,13 +21,15 @@ from tiny import (
 )
 
 from hestia_tune.commands.qat import run_qat
+from hestia_tune.components import make
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import warn_once
 from hestia_tune.models import llama
 from hestia_tune.reconstruction import engine
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import measure_sensitivity
-from hestia_tune.training.loader import TrainingData, calibration_batches
+from hestia_tune.training.loader import TrainingData, calibration_batches, texts_of
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -248,6 +250,31 @@ def test_all_three_stages_run_on_chats(chat_dir, tmp_path, chats, kind, monkeypa
         following = torch.hstack((is_padding[:, 1:], torch.ones_like(is_padding[:, :1])))
         assert torch.equal(hidden, ~following)
         assert (predicted <= hidden).all() and 0 < predicted.sum() < hidden.sum()
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_every_chat_is_scored_alone_without_a_second_bos(chat_dir, tmp_path, chats, kind):
+    """The texts of an evaluation get BOS when they are scored, so they have none of their own."""
+    source = make_tokenizer_folder(tmp_path / "t", "{{ bos_token }}" + TURNS, bos=True)
+    cfg = config(chat_dir, tmp_path, chats, dataset=dataset_of(kind, chats))
+    cfg.tokenizer = {"_component_": "hestia_tune.models.AutoTokenizer", "path": source}
+    tokenizer = make(cfg.tokenizer)
+    texts = texts_of(calibration_batches(RunConfig.parse(cfg), tokenizer, 1000, 1), tokenizer)
+    rows = [json.loads(line)["messages"] for line in (chats / "train.jsonl").open()]
+    rendered = [tokenizer.of_transformers.apply_chat_template(row, tokenize=False) for row in rows]
+    assert all(text.startswith("<bos>") for text in rendered)
+    assert not any("<bos>" in text for text in texts) and len(texts) > 30
+    whole = [text.removeprefix("<bos>") for text in rendered]  # long chats are cut
+    assert all(any(chat.startswith(text) for chat in whole) for text in texts)
+
+
+def test_a_reconstruction_on_other_masks_is_another_one(chat_dir, tmp_path, chats):
+    options = ("quantizer.scale=learned", "reconstruct.num_samples=4", "reconstruct.batch_size=4")
+    cfg = config(chat_dir, tmp_path, chats, *options, dataset=dataset_of("packed", chats))
+    ReconstructionRecipe(Run.of(cfg)).run()
+    cfg.dataset.document_masks = False
+    with pytest.raises(ValueError, match=r"made with other settings \(samples\)"):
+        ReconstructionRecipe(Run.of(cfg)).run()
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])

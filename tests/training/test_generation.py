@@ -256,7 +256,10 @@ sizes: list[int] = []
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["dataset.seed=1"], "it was made with another source.seed; choose another folder"),
+        (
+            ["dataset.seed=1"],
+            r"it was made with other settings \(source.seed\); choose another folder",
+        ),
         (
             ["dataset.seq_len=65", "dataset.cache_dir={new}"],
             "seq_len must be at most the model's max_seq_len, 64; got 65",
@@ -278,7 +281,7 @@ def test_refusals(model_dir, tmp_path, generated, overrides, message):
 
 def test_another_model_is_refused(tmp_path, generated):
     other = make_model_dir(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match="it was made with another source.model"):
+    with pytest.raises(ValueError, match=r"it was made with other settings \(source.model\)"):
         run(config(other, tmp_path / "run", generated))
 
 

@@ -122,7 +122,9 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
 )
 def test_another_artifact_is_not_overwritten(model_dir, tmp_path, override, difference):
     first = estimate(model_dir, tmp_path)
-    with pytest.raises(ValueError, match=f"made with another {difference}; set .*overwrite=True"):
+    with pytest.raises(
+        ValueError, match=rf"made with other settings \({difference}\); set .*overwrite=True"
+    ):
         estimate(model_dir, tmp_path, override)
     assert SensitivityArtifact.load(tmp_path / "sensitivity.json") == first
     replaced = estimate(model_dir, tmp_path, override, "sensitivity_estimation.overwrite=True")
@@ -146,7 +148,7 @@ def test_another_kappa_needs_no_new_estimation(model_dir, tmp_path, monkeypatch)
 def test_a_damaged_artifact_and_another_models_artifact_stay(model_dir, tmp_path):
     estimate(model_dir, tmp_path)
     other = make_model_dir(tmp_path / "other_model", seed=1)
-    with pytest.raises(ValueError, match="was made with another model_fingerprint"):
+    with pytest.raises(ValueError, match=r"was made with other settings \(model_fingerprint\)"):
         estimate(other, tmp_path)
     path = tmp_path / "sensitivity.json"
     path.write_text(path.read_text()[:200])
