@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from chat_folders import TURNS, make_chats, make_tokenizer_folder, write_chats
 from families import family_config, make_family
 from omegaconf import OmegaConf
@@ -23,7 +24,9 @@ MIXED = ("OPT", "Bloom", "MPT", "Mamba", "Mamba2")
 def test_documents_of_a_sequence_stay_apart_or_the_class_is_named(tmp_path, family):
     folder = str(make_family(tmp_path / "model", family))
     if family in APART:
+        before = torch.get_rng_state()
         require_separate_documents(folder)
+        assert torch.equal(torch.get_rng_state(), before)
         return
     with pytest.raises(ValueError, match=r"\w+ForCausalLM does not keep the documents of a seq"):
         require_separate_documents(folder)
