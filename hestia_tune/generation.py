@@ -38,6 +38,7 @@ from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, remove, staged, write_json
 from hestia_tune.models.decoder import model_of_transformers, quiet, read_config
+from hestia_tune.models.small import require_separate_documents
 from hestia_tune.models.sources import pretrained_folder
 from hestia_tune.run import Run
 from hestia_tune.training import loader
@@ -104,6 +105,8 @@ def check_sets(run: Run) -> None:
             ) from error
         if settings.chats:
             Turns.of(run.tokenizer, settings)
+        if settings.chats and settings.packed and run.config.is_transformers_model:
+            require_separate_documents(str(folder))
     if missing_sets(run.config):
         loader.check_given_data(run.config, run.tokenizer)
 
@@ -130,7 +133,7 @@ def _generate_set(run: Run, settings: GeneratedConfig) -> None:
 
     model = on_first_rank(digest_of_model)
     source: Any = {"self_generated": True, "model": model} | dataclasses.asdict(settings)
-    del source["cache_dir"], source["epochs"]
+    del source["cache_dir"], source["epochs"], source["packed"]
     source["batch_size"] = size
     if settings.chats:
         source["chat_template"] = digest(run.tokenizer.chat_template)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hestia_tune.bits import chosen
 from hestia_tune.commands.launch import next_command
 from hestia_tune.config.run_config import RunConfig
+from hestia_tune.data.sequences import prefix_of
 from hestia_tune.devices import get_dtype
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
@@ -69,7 +70,8 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     loading.check_tokenizer(tokenizer, on_meta)
     documents = _validation_documents(config, tokenizer)
     evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len, documents)
-    identify = partial(_identity, config, device, documents, sensitivity)
+    texts = [documents, PROMPTS, *prefix_of(tokenizer)]
+    identify = partial(_identity, config, device, texts, sensitivity)
     load = partial(load_model, config=config, dtype=dtype, sensitivity=sensitivity)
     comparison = _measure(evaluator, folders, results_folder, device, identify, load)
     on_first_rank(comparison.save, path, share=False)
@@ -167,7 +169,7 @@ def _validation_documents(config: RunConfig, tokenizer: Any) -> dict[str, list[s
 def _identity(
     config: RunConfig,
     device: torch.device,
-    documents: Mapping[str, Sequence[str]],
+    texts: Sequence[Any],
     *paths: str | Path | None,
 ) -> dict[str, Any]:
     """Return everything that a result depends on, as plain values for JSON.
@@ -175,12 +177,12 @@ def _identity(
     Args:
         config: The run's config.
         device: The device that the model runs on.
-        documents: The text of ``dataset_val``, if it is measured.
+        texts: The texts that are no files: of ``dataset_val``, prompts, and what begins windows.
         paths: The files and folders of the models. None is skipped.
     """
     settings = dataclasses.asdict(config.eval)
-    texts = [text["source"] for text in settings["perplexity"].values()]
-    roots = [*paths, settings["include_path"], *settings["tasks"], *texts]
+    sources = [text["source"] for text in settings["perplexity"].values()]
+    roots = [*paths, settings["include_path"], *settings["tasks"], *sources]
     inputs = [path for root in roots if root for path in (Path(root), *Path(root).rglob("*"))]
     files = [(str(path), path.stat()) for path in sorted(inputs) if path.is_file()]
     return {
@@ -188,7 +190,7 @@ def _identity(
         "eval": {key: value for key, value in settings.items() if key not in _NOT_MEASURED},
         "device": str(device),
         "versions": versions(),
-        "texts": digest([documents, PROMPTS]),
+        "texts": digest(texts),
         "files": digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]),
     }
 

@@ -54,7 +54,7 @@ from hestia_tune.memory import fit_to_memory
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import hub_name, local_folder, open_folder
-from hestia_tune.models.small import require_separate_documents
+from hestia_tune.models.small import keeps_documents_apart
 from hestia_tune.models.sources import check_shapes, open_source
 
 log = logging.getLogger(__name__)
@@ -188,6 +188,8 @@ def run_init(
     held_out = train if validation is None else _look_at_data(validation)
     log.info("reading the shapes of the model, and which formats can hold it")
     values = _look_at_model(model, on_gpu, gpu_memory, asked, train)
+    has_chats = train.form is not None or held_out.form is not None
+    values["is_packed"] = not has_chats or keeps_documents_apart(str(local_folder(model)))
     tokens = _count_tokens(values)
     # The device is written if it is not the one that a run would choose here.
     values["device"] = device or ("cuda" if on_gpu and not has_gpu else "auto")
@@ -531,7 +533,6 @@ def _look_at_model(
         "on_gpu": on_gpu,
         "tokenizer": tokenizer,
         "has_template": tokenizer.chat_template is not None,
-        "is_packed": train.form is None or _separates(path),
         "has_stacks": has_stacks,
         "is_ternary": levels_reason != _FOUR_LEVELS,
         "levels_reason": levels_reason,
@@ -549,15 +550,6 @@ def _look_at_model(
         "embedding": next(n for n, m in model.named_modules() if m is model.tok_embeddings),
     }
     return values | _choose_budget(model, on_gpu, gpu_memory, is_chain)
-
-
-def _separates(path: str) -> bool:
-    """Return whether a model keeps the chats of one sequence apart."""
-    try:
-        require_separate_documents(str(local_folder(path)))
-    except InputError:
-        return False
-    return True
 
 
 def _choose_budget(

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler
@@ -77,10 +76,10 @@ class SequenceDataset(Dataset):
 def prefix_of(tokenizer: Any) -> list[int]:
     """Return the special tokens, usually BOS or none, that begin every text of a tokenizer.
 
-    If the tokenizer holds one of the library tokenizers, as `HuggingFaceTokenizer` does, that one
-    decides. Others, which are torchtune's, begin texts with BOS, if it is not EOS.
+    The files decide for `HuggingFaceTokenizer`. The texts of other tokenizers, which are
+    torchtune's, begin with BOS, if it is not EOS.
     """
-    if isinstance(getattr(tokenizer, "tokenizer", None), tokenizers.Tokenizer):
+    if hasattr(tokenizer, "neutralized"):
         return tokenizer.encode("", add_bos=False, add_eos=False)
     bos_id = getattr(tokenizer, "bos_id", None)
     return [] if bos_id in (None, tokenizer.eos_id) else [bos_id]
@@ -91,7 +90,9 @@ def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
     prefix = prefix_of(tokenizer)
     for text in texts:
         ids = tokenizer.encode(text, add_bos=False, add_eos=False)
-        yield ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+        if ids[: len(prefix)] != prefix:
+            ids = [*prefix, *ids]
+        yield ids if len(ids) > len(prefix) else []
 
 
 def training_sample(

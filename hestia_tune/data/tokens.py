@@ -139,7 +139,8 @@ class GeneratedChats(ChatSequences):
                 f"{path} differs from its checksum; delete {path.parent}, and the model writes the "
                 "chats again"
             )
-        shared = {key: getattr(config, key) for key in ("seq_len", "seed", "chat_template_kwargs")}
+        keys = ("seq_len", "seed", "packed", "chat_template_kwargs")
+        shared = {key: getattr(config, key) for key in keys}
         options = {"source": "json", "data_files": str(path)} | shared
         self.config = ChatConfig.parse(options | {"epochs": config.epochs})
         super().__init__(chat_dataset(tokenizer, **options).samples)

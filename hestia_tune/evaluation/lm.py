@@ -35,6 +35,7 @@ from hestia_tune.data.sequences import prefix_of
 from hestia_tune.distributed import gathered, progress_bar, raise_together
 from hestia_tune.errors import InputError, NotFiniteError
 from hestia_tune.losses import divergence
+from hestia_tune.models.tokenizers import added_tokens
 
 # Tokens per forward. With a vocabulary of 128k, their logits are 1 GB and exist three times.
 _TOKENS = 2048
@@ -65,6 +66,7 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         device = torch.device(device or next(decoder.parameters()).device)
         inner, bos = getattr(tokenizer, "tokenizer", None), getattr(tokenizer, "bos_id", None)
         if isinstance(inner, Tokenizer):
+            prefix = added_tokens(inner)[0]
             tokenizer = PreTrainedTokenizerFast(
                 tokenizer_object=inner,  # a copy, without truncation and padding
                 bos_token=None if bos is None else inner.id_to_token(bos),
@@ -73,6 +75,7 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
                 split_special_tokens=inner.encode_special_tokens,
             )
         else:
+            prefix = prefix_of(tokenizer)
             tokenizer = PlainTokenizer(tokenizer)
         logger = logging.getLogger(HFLM.__module__)
         logger.setLevel(logging.ERROR)  # no warning that HFLM did not load the model itself
@@ -84,7 +87,7 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
             batch_size=batch_size,
         )
         logger.setLevel(logging.NOTSET)
-        self._decoder = decoder
+        self._decoder, self._prefix = decoder, prefix
         self._is_sharded = any(isinstance(module, FSDPModule) for module in decoder.modules())
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **options: Any) -> None:
@@ -117,8 +120,10 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         self, ids: list[int], window: int, stride: int, has_bos: bool = True
     ) -> list[tuple[list[int], list[int]]]:
         """Return the inputs of every window, and the tokens that their last positions predict."""
-        prefix = [*self.tokenizer.encode("")] if has_bos else []
+        prefix = self._prefix if has_bos else []
         *before, last = prefix or [self.prefix_token_id]  # more than BOS in GLM
+        if window <= len(before):
+            raise InputError(f"window must be longer than {len(before)}; got {window}")
         if before:
             window, stride = window - len(before), min(stride, window - len(before))
         shared = window - stride + 1  # tokens of a window that the window before also has

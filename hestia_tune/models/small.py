@@ -5,9 +5,7 @@ config.json of the user's model, but is narrow, with few layers, a window of 16 
 original context of 256. It takes seconds.
 """
 
-import contextlib
 import functools
-import io
 import json
 import logging
 import tempfile
@@ -20,15 +18,15 @@ import torch
 from torch import nn
 
 from hestia_tune.blocks import as_one
-from hestia_tune.errors import InputError, one_line
-from hestia_tune.models.decoder import model_on_meta, read_config, transformers_tensors
-from hestia_tune.models.folder import SafetensorsFolder, import_optional
-from hestia_tune.models.loading import build_buffers
+from hestia_tune.errors import InputError, one_line, warn_once
+from hestia_tune.models.decoder import model_on_meta, quiet, read_config
+from hestia_tune.models.folder import import_optional
 
 log = logging.getLogger(__name__)
 
 _WINDOW, _CONTEXT, _VOCABULARY = 16, 256, 512
 _APART = 1e-3  # relative difference of logits; routing and rounding move them less
+_MOST_PARAMETERS = 5e8  # of a small model whose width is that of the large one
 # Types of rotary embeddings that treat every position alike.
 _UNIFORM = (None, "default", "linear", "proportional")
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
@@ -141,6 +139,12 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
             small["num_key_value_heads"] = keys
         for key in (key for key in _INNER if config.get(key)):
             small[key] = 4 * count * head_dim if config[key] == 4 * width else 256
+        if config.get("mamba_n_heads") and config.get("mamba_d_head"):  # heads * size = the width
+            expanded = int(config.get("mamba_expand") or 1) * count * head_dim
+            small["mamba_d_head"] = min(config["mamba_d_head"], expanded)
+            small["mamba_n_heads"] = expanded // small["mamba_d_head"]
+            small |= {"mamba_d_ssm": expanded} if config.get("mamba_d_ssm") else {}
+            small |= {"mamba_n_groups": 1} if config.get("mamba_n_groups") else {}
     for key in (key for key in _EXPERTS if config.get(key)):
         small[key] = min(config[key], 4)
     if type(small.get("num_experts_per_tok")) is int:
@@ -209,11 +213,7 @@ def make_small(config: dict[str, Any], folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(kind.from_dict(config))
-        for parameter in model.parameters():
-            if parameter.dim() > 1:  # a product keeps the size of what it multiplies
-                nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
-            else:
-                parameter.data += 0.1 * torch.randn_like(parameter)
+        randomize(model)
     model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float32"}))
@@ -226,37 +226,88 @@ def make_small(config: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+def randomize(model: nn.Module, centre: float | None = None) -> None:
+    """Give a model visible weights everywhere.
+
+    Args:
+        model: The model.
+        centre: Mean of vectors. None: they move from the values that they have.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # a product keeps the size of what it multiplies
+            nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+        elif centre is None:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        else:
+            nn.init.normal_(parameter, centre, 0.1)
+
+
 @functools.cache
-def require_separate_documents(folder: str) -> None:
-    """Raise InputError unless a model keeps the documents of one sequence apart.
+def distance_of_documents(folder: str) -> float:
+    """Return how far a document's logits move behind another document of the same sequence.
 
     transformers makes the masks from the positions, which restart with each document. Some classes
     do not hand the positions to the function that makes the masks, and state spaces, linear
     attention and convolutions take their state into the next document.
 
     Args:
-        folder: A Hugging Face folder, or a name on the hub. Only its config.json is read.
+        folder: A Hugging Face folder. Only its config.json is read.
+
+    Returns:
+        The difference relative to the logits of the document alone, for a small random model with
+        this config.json. 0, with a warning, if no small model can be built.
     """
     config = full_config(Path(folder))
-    with tempfile.TemporaryDirectory() as work, contextlib.redirect_stderr(io.StringIO()):
-        try:
-            small = make_small(small_config(config), Path(work))
-            model = model_on_meta(small)
-            model.to_empty(device="cpu")
-            build_buffers(model, "cpu")
-            model.load_state_dict(dict(transformers_tensors(SafetensorsFolder(small))))
-        except Exception as error:  # a class may need sizes that this module does not know
-            log.debug(f"transformers builds no small model of this config.json: {one_line(error)}")
-            return
+    kind = _class_of(config)
+    log.info(f"checking whether {kind} keeps packed documents apart, which takes some seconds")
+    try:
+        model = _random_decoder(small_config(config))
+    except Exception as error:  # a class may need sizes that this module does not know
+        warn_once(
+            f"whether {kind} keeps packed documents apart could not be checked: {one_line(error)}"
+        )
+        return 0.0
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randint(1, _VOCABULARY, (2, 1, 12), generator=generator).unbind()
     restarting = torch.arange(12).repeat(1, 2)
     with torch.no_grad():
-        alone = as_one(model.eval()(second))
+        alone = as_one(model(second))
         behind = as_one(model(torch.cat([first, second], 1), input_pos=restarting))[:, 12:]
-    if (distance := float((behind - alone).norm() / alone.norm())) > _APART:
+    return float((behind - alone).norm() / alone.norm())
+
+
+def keeps_documents_apart(folder: str) -> bool:
+    """Return whether the documents of a sequence do not see each other; see above."""
+    return distance_of_documents(folder) <= _APART
+
+
+def require_separate_documents(folder: str) -> None:
+    """Raise InputError unless a model keeps the documents of a sequence apart."""
+    if not keeps_documents_apart(folder):
         raise InputError(
-            f"{(config.get('architectures') or [config['model_type']])[0]} does not keep the "
-            f"documents of a sequence apart: behind another document, logits differ by "
-            f"{distance:.0%}; set dataset.document_masks=False, or for chats dataset.packed=False"
+            f"{_class_of(full_config(Path(folder)))} does not keep packed documents apart: behind "
+            f"another document, logits differ by {distance_of_documents(folder):.0%}; set packed: "
+            "False for chats, or document_masks: False, in this section"
         )
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    return (config.get("architectures") or [config["model_type"]])[0]
+
+
+def _random_decoder(config: Mapping[str, Any]) -> Any:
+    """Return a random `hestia_tune.models.decoder.Decoder` with a config, on the CPU."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model = model_on_meta(folder)
+    if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
+        raise InputError("its layers are too large")
+    model.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        for name, buffer in model.named_buffers():
+            if name not in model.constants:
+                buffer.zero_()
+        model.rope_init()
+        randomize(model, 1.0)
+    return model.eval()

@@ -61,6 +61,7 @@ def build_dataset(
     key: str,
     batch_size: int = 1,
     calibration_seed: int | None = None,
+    is_scored: bool = False,
 ) -> tuple[Any, Callable]:
     """Return the dataset of a section (one component or a list) and its collate function.
 
@@ -74,6 +75,7 @@ def build_dataset(
         batch_size: Batch size of the loader. A stream with workers needs it.
         calibration_seed: Seed of a stream for calibration. This process then reads the whole
             stream instead of its share. None reads the share, with the seed of the section.
+        is_scored: Whether the documents are only scored, one by one, so that no mask is needed.
 
     Raises:
         InputError: If the dataset cannot be loaded, is empty, or its first sample cannot be made.
@@ -85,10 +87,8 @@ def build_dataset(
     collate = partial(collate_samples, pad_id=tokenizer.pad_id)
     try:
         parts = [make(section, tokenizer) for section in sections]
-        for part in parts:
-            if not isinstance(part, Stream):
-                _try_first(part, collate)
-        if config.is_transformers_model and any(map(_has_documents, parts)):
+        packed = [_try_first(part, collate) for part in parts]
+        if config.is_transformers_model and any(packed) and not is_scored:
             require_separate_documents(str(pretrained_folder(config)))
         if isinstance(value, list) and None not in weights:
             dataset: Any = MixtureDataset(parts, weights, config.seed or 0)
@@ -113,20 +113,20 @@ def build_dataset(
     return dataset, collate
 
 
-def _has_documents(dataset: Any) -> bool:
-    """Return whether the samples of a dataset keep documents apart."""
-    if isinstance(dataset, Stream):
-        config = getattr(dataset, "config", None)
-        return getattr(config, "document_masks", False) and getattr(config, "packed", True)
-    return "seq_lens" in dataset[0]
-
-
-def _try_first(dataset: Any, collate: Callable) -> None:
+def _try_first(dataset: Any, collate: Callable) -> bool:
     """Make a batch of the first sample of a dataset, before the run depends on it.
+
+    A stream has read its first row already.
+
+    Returns:
+        Whether a sample holds several documents, with masks between them.
 
     Raises:
         InputError: If the dataset is empty, or its samples are not those of torchtune.
     """
+    if isinstance(dataset, Stream):
+        config = getattr(dataset, "config", None)
+        return getattr(config, "document_masks", False) and getattr(config, "packed", True)
     if len(dataset) == 0:
         raise InputError("it has no samples; give it more data, or a larger max_tokens")
     try:
@@ -139,6 +139,7 @@ def _try_first(dataset: Any, collate: Callable) -> None:
     if batch["tokens"].shape != batch["labels"].shape or not batch["tokens"].numel():
         shapes = [tuple(batch[key].shape) for key in ("tokens", "labels")]
         raise InputError(f"its first sample has tokens and labels of the shapes {shapes}")
+    return "input_pos" in batch
 
 
 def collate_samples(
@@ -241,7 +242,10 @@ def calibration_batches(
         key: Name of the section, "dataset" or "dataset_val".
     """
     seed = config.seed or 0
-    dataset, collate = build_dataset(config, tokenizer, key, calibration_seed=seed)
+    is_scored = key != "dataset"
+    dataset, collate = build_dataset(
+        config, tokenizer, key, calibration_seed=seed, is_scored=is_scored
+    )
     if not isinstance(dataset, Stream):  # a stream shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
@@ -258,11 +262,11 @@ def calibration_batches(
 def texts_of(batches: list[CalibrationBatch], tokenizer: Any) -> list[str]:
     """Return the text of every row of batches, or of every document if documents have masks.
 
-    Chats keep their special tokens, which mean something there. Other texts lose theirs. So do
-    chats the tokens that begin every text, which come before every document when it is scored.
+    Chats keep their special tokens, which mean something there, but for BOS at their beginning:
+    it comes before every document that is scored. Other texts lose theirs.
     """
-    texts, prefix = [], prefix_of(tokenizer)
     inner = getattr(tokenizer, "tokenizer", None)
+    texts, prefix = [], prefix_of(tokenizer) or [getattr(tokenizer, "bos_id", None)]
     for batch in batches:
         real = torch.ones_like(batch.tokens, dtype=torch.bool)
         real = real if batch.is_real is None else batch.is_real

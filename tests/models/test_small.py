@@ -6,15 +6,21 @@ import pytest
 import torch
 from chat_folders import TURNS, make_chats, make_tokenizer_folder, write_chats
 from families import family_config, make_family
-from omegaconf import OmegaConf
 
 from hestia_tune.__main__ import main
 from hestia_tune.config.run_config import RunConfig, load_config
+from hestia_tune.generation import check_sets
 from hestia_tune.models import AutoTokenizer
-from hestia_tune.models.small import require_separate_documents
+from hestia_tune.models.small import (
+    distance_of_documents,
+    full_config,
+    require_separate_documents,
+    small_config,
+)
+from hestia_tune.run import Run
 from hestia_tune.training.loader import build_dataset
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 APART = ("Llama", "Gemma 3", "Phi-3", "GPT-NeoX", "Falcon", "GPT-2", "Qwen3-MoE")
 MIXED = ("OPT", "Bloom", "MPT", "Mamba", "Mamba2")
@@ -28,14 +34,34 @@ def test_documents_of_a_sequence_stay_apart_or_the_class_is_named(tmp_path, fami
         require_separate_documents(folder)
         assert torch.equal(torch.get_rng_state(), before)
         return
-    with pytest.raises(ValueError, match=r"\w+ForCausalLM does not keep the documents of a seq"):
+    with pytest.raises(ValueError, match=r"\w+ForCausalLM does not keep packed documents apart"):
         require_separate_documents(folder)
 
 
-def test_a_config_that_no_small_model_can_have_is_not_refused(tmp_path, monkeypatch):
+HYBRIDS = {
+    "Bamba": {"num_hidden_layers": 4, "attn_layer_indices": [3]},
+    "GraniteMoeHybrid": {"num_hidden_layers": 4, "layer_types": ["mamba"] * 3 + ["attention"]},
+    "FalconH1": {},
+    "NemotronH": {},
+    "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv"] * 3 + ["full_attention"]},
+    "GptOss": {},
+    "Qwen3Next": {},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_of_real_sizes_are_named(tmp_path, name):
+    config = getattr(transformers, f"{name}Config")(**HYBRIDS[name])
+    config.save_pretrained(tmp_path)
+    assert distance_of_documents(str(tmp_path)) > 0.01
+    assert small_config(full_config(tmp_path))["vocab_size"] == 512
+
+
+def test_a_config_that_no_small_model_can_have_is_not_refused(tmp_path, monkeypatch, caplog):
     folder = make_family(tmp_path / "model", "Mamba")
-    monkeypatch.setattr("hestia_tune.models.small.make_small", lambda *_: 1 / 0)
+    monkeypatch.setattr("hestia_tune.models.small._random_decoder", lambda _: 1 / 0)
     require_separate_documents(str(folder))
+    assert "packed documents apart could not be checked: division by zero" in caplog.text
 
 
 @pytest.fixture(params=["Mamba", "Llama"])
@@ -59,12 +85,11 @@ def test_packed_chats_of_a_model_that_mixes_them_are_refused(tmp_path, chats, co
     section["_component_"] = f"hestia_tune.data.{component}"
 
     def build(**options):
-        dataset = OmegaConf.merge(config, {"dataset": section | options})
-        dataset.dataset = section | options  # without the keys of the tiny dataset
-        return build_dataset(RunConfig.parse(dataset), AutoTokenizer(str(folder)), "dataset")
+        config.dataset = section | options
+        return build_dataset(RunConfig.parse(config), AutoTokenizer(str(folder)), "dataset")
 
     if mixes:
-        with pytest.raises(ValueError, match=r"MambaForCausalLM.*for chats dataset.packed=False"):
+        with pytest.raises(ValueError, match=r"dataset.*MambaForCausalLM.*set packed: False"):
             build()
     else:
         build()
@@ -74,7 +99,25 @@ def test_packed_chats_of_a_model_that_mixes_them_are_refused(tmp_path, chats, co
 
 def test_init_packs_the_chats_of_a_model_that_keeps_them_apart(tmp_path, chats, capsys):
     mixes, folder, file = chats
-    assert main(["init", str(folder), str(file), "--validation", "held.jsonl"]) == 0
-    config = load_config("model.yaml")
-    for section in (config.dataset, config.dataset_val):
-        assert section.get("packed", True) == (not mixes)
+    (tmp_path / "text.txt").write_text("A line of text.\n" * 200)
+    for data, keys in ((str(file), ("dataset", "dataset_val")), ("text.txt", ("dataset_val",))):
+        command = ["init", str(folder), data, "--validation", "held.jsonl", "--overwrite"]
+        assert main(command) == 0
+        config = load_config("model.yaml")
+        assert all(config[key].get("packed", True) == (not mixes) for key in keys)
+
+
+def test_generated_chats_are_checked_before_they_are_written(tmp_path, chats):
+    mixes, folder, _ = chats
+    config = family_config(folder, tmp_path / "out", "max_steps=2", "distillation.weight=1.0")
+    config.tokenizer = {"_component_": "hestia_tune.models.AutoTokenizer", "path": str(folder)}
+    config.dataset = {"_component_": "hestia_tune.data.self_generated_dataset", "chats": True}
+    config.dataset |= {"num_sequences": 8, "seq_len": 32, "cache_dir": str(tmp_path / "set")}
+    for packed in (True, False):
+        config.dataset.packed = packed
+        run = Run.of(config)
+        if mixes and packed:
+            with pytest.raises(ValueError, match="does not keep packed documents apart"):
+                check_sets(run)
+        else:
+            check_sets(run)

@@ -253,9 +253,10 @@ def test_all_three_stages_run_on_chats(chat_dir, tmp_path, chats, kind, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_every_chat_is_scored_alone_without_a_second_bos(chat_dir, tmp_path, chats, kind):
+@pytest.mark.parametrize("bos", [True, False])  # BOS of the template alone, as in SmolLM2
+def test_every_chat_is_scored_alone_without_a_second_bos(chat_dir, tmp_path, chats, kind, bos):
     """The texts of an evaluation get BOS when they are scored, so they have none of their own."""
-    source = make_tokenizer_folder(tmp_path / "t", "{{ bos_token }}" + TURNS, bos=True)
+    source = make_tokenizer_folder(tmp_path / "t", "{{ bos_token }}" + TURNS, bos=bos)
     cfg = config(chat_dir, tmp_path, chats, dataset=dataset_of(kind, chats))
     cfg.tokenizer = {"_component_": "hestia_tune.models.AutoTokenizer", "path": source}
     tokenizer = make(cfg.tokenizer)
@@ -266,6 +267,7 @@ def test_every_chat_is_scored_alone_without_a_second_bos(chat_dir, tmp_path, cha
     assert not any("<bos>" in text for text in texts) and len(texts) > 30
     whole = [text.removeprefix("<bos>") for text in rendered]  # long chats are cut
     assert all(any(chat.startswith(text) for chat in whole) for text in texts)
+    assert set(texts) & set(whole) and len(set(texts)) > 30
 
 
 def test_a_reconstruction_on_other_masks_is_another_one(chat_dir, tmp_path, chats):
