@@ -93,13 +93,14 @@ def sensitivity(artifact: SensitivityArtifact) -> Figure:
 def sizes(page: str) -> Figure:
     """Size of a GGUF file against its divergence from the pretrained model, from a page's tables.
 
-    The section "Equal bytes" has a table for each model, under a heading of its own. A curve joins
-    the files of one maker that no smaller file of the same maker beats.
+    The section "Equal bytes" has a table with a column KL for each model, under a heading of its
+    own. A curve joins the files of one maker that no smaller file of the same maker beats.
     """
     section = page.partition("## Equal bytes")[2].partition("\n## ")[0]
-    models = section.split("\n### ")[1:]
+    models = [part for part in section.split("\n### ")[1:] if "| KL |" in part]
     figure = Figure(figsize=(9, 3.9), layout="constrained")
-    for axis, model in zip(figure.subplots(1, len(models)), models, strict=True):
+    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    for axis, model in zip(axes, models, strict=True):
         lines = [line for line in model.splitlines() if line.startswith("| ")]
         header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
         name, size, distance = map(header.index, ("file", "MB", "KL"))

@@ -76,7 +76,7 @@ WRONG = {
         *of_type(("num_sequences", "seq_len", "seed"), COUNTS),
         *of_type(("epochs", "batch_size"), OPTIONAL_COUNTS),
         *in_range("at least 1", ("num_sequences", "epochs", "batch_size"), (0, -1)),
-        *of_type(("chats",), ("maybe", None)),
+        *of_type(("chats", "packed"), ("maybe", None)),
         *of_type(("chat_template_kwargs",), ("thinking", ["thinking"])),
         *in_range("at least 8", ("seq_len",), (7,)),
         *in_range("in ", ("seed",), (-1, 2**63)),

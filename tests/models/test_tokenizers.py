@@ -150,7 +150,8 @@ def test_a_document_has_one_end(tmp_path, kind):
     for text in documents:
         ids = theirs(text)["input_ids"]
         expected += ids if ids[-1] == 0 else [*ids, 0]
-    data = text_dataset(AutoTokenizer(folder), source="text", data_files=str(path), seq_len=1)
+    options = {"source": "text", "data_files": str(path), "seq_len": len(expected)}
+    data = text_dataset(AutoTokenizer(folder), **options)
     assert data.sequences.flatten().tolist() == expected
 
 

@@ -94,7 +94,9 @@ def test_a_finished_reconstruction_is_used_again_and_not_replaced(model_dir, fin
     recipe.run()
     assert recipe.finished and not recipe.computed
     assert (folder / "reconstruction.json").stat().st_mtime_ns == written
-    with pytest.raises(ValueError, match="another settings.lr; set reconstruct.overwrite=True"):
+    with pytest.raises(
+        ValueError, match=r"other settings \(settings.lr\); set reconstruct.overwrite=True"
+    ):
         ReconstructionRecipe(Run.of(config(model_dir, folder.parent, "reconstruct.lr=0.1"))).run()
     with pytest.raises(ValueError, match=r"made with other settings \(quantizer\)"):
         other = config(model_dir, folder.parent, "quantizer.group_size=16")
@@ -227,7 +229,9 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
     other = ("reconstruct.kl_epochs=1", "reconstruct.kl_blocks=1")
     assert run_reconstruct(config(model_dir, tmp_path, *other)) == 130
-    with pytest.raises(ValueError, match=r"another settings.lr; set reconstruct.overwrite"):
+    with pytest.raises(
+        ValueError, match=r"other settings \(settings.lr\); set reconstruct.overwrite"
+    ):
         run_reconstruct(config(model_dir, tmp_path, *other, "reconstruct.lr=2e-2"))
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
