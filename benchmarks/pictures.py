@@ -91,37 +91,41 @@ def sensitivity(artifact: SensitivityArtifact) -> Figure:
 
 
 def sizes(page: str) -> Figure:
-    """Size of a GGUF file against its divergence from the pretrained model, from a page's tables.
+    """Size of a GGUF file against the loss on WikiText-2, from the table "Equal bytes" of a page.
 
-    The section "Equal bytes" has a table with a column KL for each model, under a heading of its
-    own. A curve joins the files of one maker that no smaller file of the same maker beats.
+    A curve joins the files of one maker that no smaller file of the same maker beats.
     """
-    section = page.partition("## Equal bytes")[2].partition("\n## ")[0]
-    models = [part for part in section.split("\n### ")[1:] if "| KL |" in part]
-    figure = Figure(figsize=(9, 3.9), layout="constrained")
-    axes = figure.subplots(1, len(models), squeeze=False)[0]
-    for axis, model in zip(axes, models, strict=True):
-        lines = [line for line in model.splitlines() if line.startswith("| ")]
-        header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-        name, size, distance = map(header.index, ("file", "MB", "KL"))
-        for color, maker in (("C1", "llama.cpp"), ("C0", "hestia_tune")):
-            found = [
-                (float(row[size]), float(row[distance].strip("*")), row[name])
-                for row in rows
-                if row[distance] and row[name].startswith("llama.cpp") == (maker == "llama.cpp")
-            ]
-            best = [x for x in found if all(x[1] <= y[1] for y in found if y[0] <= x[0])]
-            best = [(size, distance) for size, distance, _ in sorted(best)]
-            axis.plot(*zip(*best, strict=True), color=color, label=maker)
-            for x, y, label in found:
-                axis.plot(x, y, "o", color=color, markersize=4)
-                text = re.sub(r"llama.cpp |`", "", label)
-                at = {"xytext": (5, 3), "textcoords": "offset points", "color": color}
-                axis.annotate(text, (x, y), fontsize=9, **at)
-        axis.set(title=model.splitlines()[0], xlabel="size of the GGUF file in MB", yscale="log")
-        axis.margins(x=0.15)
-    figure.axes[0].set_ylabel("KL divergence on WikiText-2\n(nats per token)")
-    figure.axes[0].legend(title="made by")
+    table = page.partition("## Equal bytes")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    files: dict[bool, list[tuple[float, float, str]]] = {False: [], True: []}
+    for row in rows:
+        name, size, loss = (row[header.index(key)] for key in ("file", "MB", "WikiText-2"))
+        is_theirs = name.startswith("llama.cpp")
+        label = re.sub(r"llama.cpp |`|, (second|longer) run", "", name)
+        files[is_theirs].append((float(size), float(loss.strip(" *")), label))
+    (_, pretrained, _), *ours = files[False]
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(pretrained, color="black", linewidth=1, linestyle="--")
+    axis.annotate("pretrained, 269 MB", (51, pretrained), (0, -12), textcoords="offset points")
+    for color, maker, found in (("C1", "llama.cpp", files[True]), ("C0", "hestia_tune", ours)):
+        best = [x for x in found if all(x[1] <= y[1] for y in found if y[0] <= x[0])]
+        best = list({size: (size, loss) for size, loss, _ in best}.values())
+        axis.plot(*zip(*best, strict=True), color=color, marker="o", markersize=4)
+        for size, loss, label in found:
+            axis.plot(size, loss, "o", color=color, markersize=4)
+            if maker == "llama.cpp" or loss > 3.5:
+                at = {"xytext": (6, 3), "textcoords": "offset points", "color": color}
+                axis.annotate(label, (size, loss), **at)
+    axis.text(73, 3.9, "hestia_tune", color="C0", weight="bold")
+    axis.text(
+        66, 12.5, "llama.cpp's own files,\nwith an importance matrix", color="C1", weight="bold"
+    )
+    axis.set(xlabel="size of the GGUF file in MB", yscale="log", xlim=(48, 97), ylim=(2.7, 17))
+    axis.set_ylabel("loss on WikiText-2 (nats per token)")
+    axis.set_yticks([3, 4, 6, 10, 15], ["3", "4", "6", "10", "15"])
+    axis.minorticks_off()
     return figure
 
 

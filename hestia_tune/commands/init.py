@@ -279,7 +279,7 @@ def _summary(values: Mapping[str, Any], tokens: int) -> list[tuple[str, str]]:
     ]
     if train.form is None and values["has_template"]:
         lines.append(("note", "this is a chat model, and plain text alone makes it forget how to "
-                      "end a reply; train on chats, or on a mixture (docs/data.md)"))  # fmt: skip
+                      "answer; train on chats, or on a mixture (docs/data.md)"))  # fmt: skip
     if values["validation"]:
         lines.append(("held out", f"{values['held_out'].describe()}, to measure the loss"))
     else:
