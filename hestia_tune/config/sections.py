@@ -322,7 +322,8 @@ class GeneratedConfig(Section):
     """Whether the model writes chats, a user's turn and its reply in each, by the chat template of
     the tokenizer. Chats with a turn that does not end are left out."""
     packed: bool = True
-    """Whether several chats share a sequence. False: a sample is one chat, padded at its end."""
+    """With chats: whether several share a sequence. False: a sample is one chat, padded at its
+    end."""
     chat_template_kwargs: dict[str, Any] = option({})
     """Variables of the chat template, such as `{enable_thinking: False}`."""
     batch_size: int | None = option(None, low=1)

@@ -606,5 +606,4 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
     stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])
-    form = tokenizer.eos_id, config.document_masks, stream.prefix
-    return SequenceDataset(tokens, config.seq_len, *form)
+    return SequenceDataset(tokens, config.seq_len, tokenizer.eos_id, config.document_masks)

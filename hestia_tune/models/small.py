@@ -277,7 +277,7 @@ def distance_of_documents(folder: str) -> float:
 
 
 def keeps_documents_apart(folder: str) -> bool:
-    """Return whether the documents of a sequence do not see each other; see above."""
+    """Return whether `distance_of_documents` is no more than rounding."""
     return distance_of_documents(folder) <= _APART
 
 

@@ -400,12 +400,10 @@ class ReconstructionRecipe:
         def content(batch: CalibrationBatch) -> list[Any]:
             has_all = torch.equal(batch.labels != IGNORE_INDEX, batch.has_successor)
             parts = [batch.tokens] if has_all else [batch.tokens, batch.labels]
-            positions = batch.model_inputs.get("input_pos")
-            # Texts usually have no masks, and chats have them. Only the other case is marked.
-            if has_all and positions is not None:
-                parts.append(positions)
             rows = [row for part in parts for row in part.tolist()]
-            return rows if has_all or positions is not None else [*rows, "no masks"]
+            # By default texts have no masks, and chats have them. Only the other case is marked.
+            has_masks = "input_pos" in batch.model_inputs
+            return [*rows, has_masks] if has_masks == has_all else rows
 
         return {
             "model_fingerprint": self.parent.pretrained.fingerprint(self.parent.layers),

@@ -270,12 +270,13 @@ def texts_of(batches: list[CalibrationBatch], tokenizer: Any) -> list[str]:
     for batch in batches:
         real = torch.ones_like(batch.tokens, dtype=torch.bool)
         real = real if batch.is_real is None else batch.is_real
-        starts = batch.model_inputs.get("input_pos", torch.ones_like(batch.tokens)) == 0
-        rows = zip(batch.tokens, batch.labels, real, starts, strict=True)
-        for tokens, labels, is_real, is_start in rows:
+        places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        places = batch.model_inputs.get("input_pos", places)
+        rows = zip(batch.tokens, batch.labels, real, places, strict=True)
+        for tokens, labels, is_real, positions in rows:
             is_chat = (labels[:-1][is_real[1:]] == IGNORE_INDEX).any()
-            begins = is_start.nonzero().flatten().tolist()
-            for begin, end in pairwise([*(begins or [0]), len(tokens)]):
+            begins = (positions == 0).nonzero().flatten().tolist()
+            for begin, end in pairwise([*begins, len(tokens)]):
                 ids = tokens[begin:end][is_real[begin:end]].tolist()
                 if not ids:
                     continue
