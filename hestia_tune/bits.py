@@ -164,7 +164,8 @@ def component_of(choice: str, quantizer: Mapping[str, Any]) -> dict[str, Any] | 
     """Return the component that quantizes a linear with this choice. None: the linear stays dense.
 
     The quantizer itself is the component of its own codes. It keeps all its options. Scales are
-    learned in all linears whose method can learn them, or in none.
+    learned in all linears whose method can learn them, or in none, and start at least squares in
+    all of them or in none.
 
     Args:
         choice: One of `hestia_tune.config.sections.CHOICES`.
@@ -178,11 +179,13 @@ def component_of(choice: str, quantizer: Mapping[str, Any]) -> dict[str, Any] | 
     is_two_bit = quantizer["_component_"] == _TWO_BIT
     if choice == ("two_bit" if is_two_bit else quantizer.get("codebook", "ternary")):
         return {**quantizer}
-    learned = {"scale": "learned"} if quantizer.get("scale") == "learned" else {}
+    # A share of the least-squares scale is an option of four levels only.
+    shared = {"scale": ("learned",), "start": ("least_squares",)}
+    scale = {key: value for key, value in quantizer.items() if value in shared.get(key, ())}
     if choice == "two_bit":
-        return {"_component_": _TWO_BIT, **learned, **group}
-    learned = learned if choice == "ternary" else {}
-    return {"_component_": _HESTIA, "codebook": choice, **learned, **group}
+        return {"_component_": _TWO_BIT, **scale, **group}
+    scale = scale if choice == "ternary" and "scale" in scale else {}
+    return {"_component_": _HESTIA, "codebook": choice, **scale, **group}
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

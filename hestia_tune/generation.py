@@ -40,7 +40,7 @@ from hestia_tune.files import checksum, digest, remove, staged, write_json
 from hestia_tune.models.decoder import model_of_transformers, quiet, read_config
 from hestia_tune.models.small import require_separate_documents
 from hestia_tune.models.sources import pretrained_folder
-from hestia_tune.run import Run
+from hestia_tune.run import Run, keep_date
 from hestia_tune.training import loader
 
 log = logging.getLogger(__name__)
@@ -90,10 +90,19 @@ def check_sets(run: Run) -> None:
     While a set is missing, this opens all other data of the run too, because writing takes long.
 
     Raises:
-        InputError: If transformers does not know the model, chats have no template, or other data
-            cannot be loaded.
+        InputError: If transformers does not know the model, chats have no template, two sets would
+            be in one folder, or other data cannot be loaded.
     """
     folder, sets = pretrained_folder(run.config), generated_sets(run.config)
+    written: dict[Path, dict[str, Any]] = {}
+    for settings in sets:
+        place, content = Path(settings.cache_dir).resolve(), _content(settings)
+        if written.setdefault(place, content) != content:
+            raise InputError(
+                f"two generated sets have the cache_dir {settings.cache_dir}, but not the same "
+                f"options; set the cache_dir of one to another folder, such as "
+                f"{settings.cache_dir}_2"
+            )
     for settings in sets:
         try:
             read_config(str(folder))
@@ -111,6 +120,14 @@ def check_sets(run: Run) -> None:
         loader.check_given_data(run.config, run.tokenizer)
 
 
+def _content(settings: GeneratedConfig) -> dict[str, Any]:
+    """Return the options that decide what a set holds."""
+    content = dataclasses.asdict(settings)
+    for name in ("cache_dir", "epochs", "packed"):
+        del content[name]
+    return content
+
+
 def generate_missing(run: Run) -> None:
     """Generate the missing parts of the generated sets in a run's dataset. Collective.
 
@@ -118,6 +135,7 @@ def generate_missing(run: Run) -> None:
         InputError: If ``cache_dir`` holds something else; or if `check_sets` raises it.
     """
     check_sets(run)
+    keep_date(run)
     for settings in generated_sets(run.config):
         _generate_set(run, settings)
 
@@ -132,8 +150,7 @@ def _generate_set(run: Run, settings: GeneratedConfig) -> None:
         return digest([(path.name, checksum(path)) for path in files])
 
     model = on_first_rank(digest_of_model)
-    source: Any = {"self_generated": True, "model": model} | dataclasses.asdict(settings)
-    del source["cache_dir"], source["epochs"], source["packed"]
+    source: Any = {"self_generated": True, "model": model} | _content(settings)
     source["batch_size"] = size
     if settings.chats:
         source["chat_template"] = digest(run.tokenizer.chat_template)
@@ -385,8 +402,8 @@ def chat_batch(
     """
     turns = Turns.of(tokenizer, settings)
     with _seeded(settings, number, model.device):
-        room = settings.seq_len // 2
-        asked = _turns(model, tokenizer, [turns.prompt] * size, room, turns.user, settings)
+        first, room = [turns.prompt] * size, [settings.seq_len // 2] * size
+        asked = _turns(model, tokenizer, first, room, turns.user, settings)
         users = [turns.user.cut(tokenizer, ids, turns.special) for ids in asked]
         prompts, chats = [], []
         for place, user in enumerate(users):
@@ -401,14 +418,17 @@ def chat_batch(
         rows: list[dict[str, Any] | None] = [None] * size
         if not prompts:
             return rows
-        room = settings.seq_len - min(map(len, prompts))
+        room = [settings.seq_len - len(prompt) for prompt in prompts]
         replies = _turns(model, tokenizer, prompts, room, turns.reply, settings)
-    for (place, messages), prompt, ids in zip(chats, prompts, replies, strict=True):
-        ids = ids[: settings.seq_len - len(prompt)]
+    for (place, messages), ids in zip(chats, replies, strict=True):
         reply = turns.reply.cut(tokenizer, ids, turns.special)
         if reply is not None:
             content = (turns.opened + reply).strip()
-            rows[place] = {"messages": [*messages, {"role": "assistant", "content": content}]}
+            messages = [*messages, {"role": "assistant", "content": content}]
+            # A template may write more than the model did, such as an empty thought.
+            text = tokenizer.render(Chat(messages, [False, True], options=turns.options))
+            if len(tokenizer.tokenizer.encode(text, add_special_tokens=False)) <= settings.seq_len:
+                rows[place] = {"messages": messages}
     return rows
 
 
@@ -416,15 +436,16 @@ def _turns(
     model: Any,
     tokenizer: Any,
     prompts: list[list[int]],
-    count: int,
+    counts: list[int],
     end: End,
     settings: GeneratedConfig,
 ) -> list[list[int]]:
-    """Return the ids of up to ``count`` tokens that the model writes behind each prompt.
+    """Return the ids of up to ``counts`` tokens that the model writes behind each prompt.
 
     Most turns are much shorter than the longest. So the model writes in rounds, each as long as all
     rounds before, and only the rows that have not ended go on to the next one. Its first step
-    computes the cache again, which is far cheaper than the steps of rows that have ended.
+    computes the cache again, which is far cheaper than the steps of rows that have ended. In the
+    last round, a row may become longer than it needs to be, but never than the model's positions.
     """
     stops: dict[str, Any] = {"eos_token_id": end.ids, "pad_token_id": tokenizer.pad_id}
     if end.text is not None:
@@ -432,15 +453,22 @@ def _turns(
     options = {"do_sample": True, "temperature": settings.temperature}
     written: list[list[int]] = [[] for _ in prompts]
     open_rows, done = [*range(len(prompts))], 0
+    longest = max(len(row) + count for row, count in zip(prompts, counts, strict=True))
+    positions = max(longest, getattr(model.config, "max_position_embeddings", None) or 0)
     pad: Any = {"batch_first": True, "padding_side": "left"}
-    while open_rows and done < count:
+    while open_rows:
         ids = [torch.tensor(prompts[row] + written[row]) for row in open_rows]
         tokens = pad_sequence(ids, padding_value=tokenizer.pad_id, **pad).to(model.device)
         mask = pad_sequence([torch.ones_like(one) for one in ids], **pad).to(model.device)
-        more = min(max(done, _FIRST_ROUND), count - done)
+        most = max(counts[row] for row in open_rows) - done
+        more = min(max(done, _FIRST_ROUND), most, positions - tokens.shape[1])
         longer = _continued(model, tokens, more, attention_mask=mask, **options, **stops)
         for row, new in zip(open_rows, longer[:, tokens.shape[1] :].tolist(), strict=True):
             written[row] += new
-        open_rows = [row for row in open_rows if not end.is_in(tokenizer, written[row])]
         done += more
-    return written
+        open_rows = [
+            row
+            for row in open_rows
+            if done < counts[row] and not end.is_in(tokenizer, written[row])
+        ]
+    return [ids[:count] for ids, count in zip(written, counts, strict=True)]

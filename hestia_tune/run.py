@@ -37,10 +37,10 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import load_format, stacked_layers
-from hestia_tune.files import read_json, read_state
+from hestia_tune.files import read_json, read_state, write_atomically
 from hestia_tune.losses import output_chunks
 from hestia_tune.methods import Method
-from hestia_tune.methods.groups import GroupSize, latent_of_hard
+from hestia_tune.methods.groups import GroupSize, latent_of_hard, rounded_hard
 from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import SafetensorsFolder, open_folder, require_teacher
@@ -56,6 +56,8 @@ from hestia_tune.training.optimizer import check_optimizer
 from hestia_tune.training.outputs import LATENTS_FILE, read_results, require_results
 
 log = logging.getLogger(__name__)
+
+DATE_FILE = "chat_template_date.txt"
 
 # The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
@@ -229,10 +231,13 @@ def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
             plain, folder = loading.plain_on_meta(config.model), pretrained_folder(config)
             return random_weights(plain, folder, config.seed or 0)
         keys = weights_of(hard_start, {key.removesuffix(".weight"): key for key in pretrained})
-        hard = {key: pretrained[key].to(torch.bfloat16) for key in keys.values()}
+        methods: Any = run.methods  # with groups, as `find_hard` has found layers
+        hard = {}
+        for name, key in keys.items():
+            weight = pretrained[key]
+            hard[key] = rounded_hard(methods[name], weight.flatten(0, -2)).view(weight.shape)
         if config.schedule.rho > 0:  # the first step sees the latent weights themselves
             return pretrained | hard
-        methods: Any = run.methods  # with groups, as `find_hard` has found layers
         return pretrained | {
             key: latent_of_hard(methods[name], hard[key].flatten(0, -2)).view(hard[key].shape)
             for name, key in keys.items()
@@ -349,8 +354,14 @@ class Run:
         run = None
         with together(), collecting() as check:
             sources.require_pretrained(config)
+            tokenizer = None
             with check():
-                run = _checked_run(config, device, _tokenizer(config))
+                tokenizer = _tokenizer(config)
+            with check():
+                _set_date(tokenizer, config)
+            with check():
+                if tokenizer is not None:
+                    run = _checked_run(config, device, tokenizer)
         return cast(Run, run)
 
     @property
@@ -463,9 +474,7 @@ class TrainingRun(Run):
             with check():
                 path = on_first_rank(checkpoint.choose_checkpoint, config)
             with check():
-                day = on_first_rank(_date_of, path)
-                if hasattr(tokenizer, "date"):
-                    tokenizer.date = day
+                _set_date(tokenizer, config, path)
             with check():
                 _check_components(config)
             with check():
@@ -576,10 +585,46 @@ def _new_seed(config: RunConfig) -> int:
     return random.randrange(2**31)
 
 
-def _date_of(path: Path | None) -> str:
-    """Return the date that chat templates print: that of the run's start, or today's."""
-    saved = sources.read_meta(path).get("date") if path else None
-    return saved or date.today().isoformat()
+def _set_date(tokenizer: Any, config: RunConfig, path: Path | None = None) -> None:
+    """Let chat templates print the date of the run's start, or today's. Collective.
+
+    Args:
+        tokenizer: The tokenizer. Only this package's print a date.
+        config: The config.
+        path: The checkpoint to resume from.
+    """
+
+    def find() -> str:
+        file = Path(config.output_dir) / DATE_FILE
+        saved = sources.read_meta(path).get("date") if path else None
+        if saved is None and file.is_file():
+            saved = file.read_text("utf-8").strip()
+        try:
+            return date.fromisoformat(saved).isoformat() if saved else date.today().isoformat()
+        except ValueError as error:
+            raise InputError(
+                f"{file} must hold a date such as 2026-01-31; got {saved}; correct it, or delete "
+                "it to use today's"
+            ) from error
+
+    day = on_first_rank(find)
+    if hasattr(tokenizer, "date"):
+        tokenizer.date = day
+
+
+def keep_date(run: Run) -> None:
+    """Write the date that the run's chat template prints, for later stages and another start.
+
+    They may be on another day, and what is kept from this stage depends on the text of the chats.
+    """
+    if getattr(run.tokenizer, "prints_date", False):
+        path = Path(run.config.output_dir) / DATE_FILE
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"{run.tokenizer.date}\n")
+
+        on_first_rank(write, share=False)
 
 
 def _tokenizer(config: RunConfig) -> Any:

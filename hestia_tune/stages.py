@@ -39,7 +39,7 @@ from hestia_tune.models import loading
 from hestia_tune.plots import plot_bits, plot_sensitivity, plot_temperatures
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
-from hestia_tune.run import Run, TrainingRun, read_starts
+from hestia_tune.run import Run, TrainingRun, keep_date, read_starts
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.estimation import Journal, estimation_identity
 from hestia_tune.training import loader
@@ -66,6 +66,7 @@ def measure_sensitivity(run: R) -> R:
     config, settings, seed = run.config, run.config.sensitivity_estimation, run.config.seed or 0
     path = Path(str(settings.output))
     require_writable_dir(path.parent, "sensitivity_estimation.output")
+    keep_date(run)
     prepared = run.undecided
     count, size = settings.num_samples, settings.batch_size
     batches = loader.calibration_batches(config, run.tokenizer, count, size)

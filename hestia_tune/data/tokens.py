@@ -301,9 +301,10 @@ def write_chats(
     chats = [row for row in islice(rows, count) if row is not None]
     if not chats:
         raise InputError(
-            f"none of {count:,} chats that the model has written ends within {source['seq_len']} "
-            "tokens; raise dataset.seq_len, or let a model without training on chats write plain "
-            "text: dataset.chats=False"
+            f"none of {count:,} chats that the model has written can be kept: none ends within "
+            f"{source['seq_len']} tokens without special tokens in a turn; raise dataset.seq_len; "
+            "or set dataset.chats=False for plain text, if the model was not trained on chats, or "
+            "if its replies need special tokens, as GPT-OSS's do"
         )
     is_short = 2 * len(chats) < count
     few = f"; a larger seq_len than {source['seq_len']} keeps more" if is_short else ""

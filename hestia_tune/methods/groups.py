@@ -43,6 +43,7 @@ smaller, because the mean counts zeros. So `latent_of_hard` stretches the weight
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import ClassVar
 
@@ -293,21 +294,21 @@ def unit_of(blocks: Tensor, levels: Levels) -> Tensor:
 
 
 def scale_of_hard(blocks: Tensor, levels: Levels) -> Tensor:
-    """Return the scales of groups that are hard already, and 0 for all other groups.
+    """Return the scales of groups that are a scale times codes already, and 0 for all other groups.
 
-    A hard group is a scale, as `round_scale` rounds it, times codes. A method that starts from this
-    scale does not change a hard weight.
+    A method that starts from these scales keeps the codes. It changes no weight whose scale has as
+    few bits as `round_scale` leaves.
 
     Args:
         blocks: The weights (..., group).
         levels: The codes.
 
     Returns:
-        The scales (..., 1).
+        The scales (..., 1), rounded by `round_scale`.
     """
     scale = unit_of(blocks, levels)
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
-    return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
+    return torch.where(is_hard, round_scale(scale, levels).to(scale.dtype), 0.0)
 
 
 def nearest_code(w: Tensor, scale: Tensor, levels: Levels = TERNARY) -> Tensor:
@@ -510,7 +511,13 @@ class GroupMethod(Method):
         return code.to(torch.int8).view_as(weight), scale.to(torch.bfloat16)
 
 
-def is_hard(weight: Tensor, group_size: GroupSize, levels: Levels = TERNARY) -> bool:
+def is_hard(
+    weight: Tensor,
+    group_size: GroupSize,
+    levels: Levels = TERNARY,
+    *,
+    any_scale: bool = False,
+) -> bool:
     """Return whether a weight is a scale times codes in every group.
 
     With BINARY and TERNARY, the scale may be any number: rounding it to bfloat16 keeps the weight
@@ -520,22 +527,28 @@ def is_hard(weight: Tensor, group_size: GroupSize, levels: Levels = TERNARY) -> 
         weight: The weight (out_features, in_features).
         group_size: An int that divides in_features, "channel" or "tensor".
         levels: The codes.
+        any_scale: Whether the scale may be any number with all codes.
     """
 
     def fits(rows: Tensor) -> bool:
         blocks = block_view(rows, group_size).to(compute_dtype(rows))
-        scale = (scale_of_hard if _SPARE_BITS[levels] else unit_of)(blocks, levels)
+        scale = unit_of(blocks, levels)
+        if _SPARE_BITS[levels] and not any_scale:
+            scale = round_scale(scale, levels).to(scale.dtype)
         return bool((nearest_code(blocks, scale, levels) * scale == blocks).all())
 
     return fits(weight[:_FIRST_ROWS]) and fits(weight)
 
 
-def find_group_size(weight: Tensor, levels: Levels = TERNARY) -> GroupSize | None:
+def find_group_size(
+    weight: Tensor, levels: Levels = TERNARY, *, any_scale: bool = False
+) -> GroupSize | None:
     """Return the largest group size at which a weight is hard.
 
     Args:
         weight: The weight (out_features, in_features).
         levels: The codes.
+        any_scale: As for `is_hard`.
 
     Returns:
         "tensor", "channel", or the largest multiple of 32 that divides in_features and fits. None
@@ -544,7 +557,8 @@ def find_group_size(weight: Tensor, levels: Levels = TERNARY) -> GroupSize | Non
     width = weight.shape[1]
     multiples = (size for size in range(width // 32 * 32, 0, -32) if width % size == 0)
     sizes: list[GroupSize] = ["tensor", "channel", *multiples]
-    return next((size for size in sizes if is_hard(weight, size, levels)), None)
+    fits = partial(is_hard, weight, levels=levels, any_scale=any_scale)
+    return next((size for size in sizes if fits(size)), None)
 
 
 def find_codes(weight: Tensor) -> tuple[Levels, GroupSize] | tuple[None, None]:
@@ -557,9 +571,23 @@ def find_codes(weight: Tensor) -> tuple[Levels, GroupSize] | tuple[None, None]:
         The codes and the group size; or None and None for another weight.
     """
     for levels in CODEBOOKS:
-        if size := find_group_size(weight, levels):
+        if size := find_group_size(weight, levels, any_scale=levels == TWO_BIT):
             return levels, size
     return None, None
+
+
+def rounded_hard(method: GroupMethod, weight: Tensor) -> Tensor:
+    """Return a weight that is a scale times codes with the scales that a method can hold.
+
+    Args:
+        method: The method. Its groups have one scale each.
+        weight: The weight, (out_features, in_features). `is_hard` is true, with ``any_scale`` if
+            the method has the codes of TWO_BIT.
+    """
+    if method.levels != TWO_BIT:
+        return weight.to(torch.bfloat16)
+    latent = weight.float()
+    return method.hard(latent, method.initial_parameters(latent)).to(torch.bfloat16)
 
 
 def latent_of_hard(method: GroupMethod, weight: Tensor) -> Tensor:

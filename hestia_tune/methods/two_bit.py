@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hestia_tune.errors import InputError, require_number
 from hestia_tune.methods.groups import (
+    SCALE_EPS,
     TWO_BIT,
     GroupMethod,
     Levels,
@@ -107,7 +108,8 @@ class TwoBitMethod(GroupMethod):
             start = start.squeeze(-1).to(torch.float32)
             return torch.zeros_like(start), start
         mean = _mean(w)
-        ratio = torch.where(mean > 0, start / mean, 1.0)
+        # The bound of the scale would make the ratio of a tiny mean huge.
+        ratio = torch.where(mean > SCALE_EPS, start / mean, 1.0)
         return (ratio.squeeze(-1).to(torch.float32),)
 
     def _scale(self, w, parameters):

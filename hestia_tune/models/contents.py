@@ -38,6 +38,7 @@ from hestia_tune.methods.groups import (
     find_codes,
     find_group_size,
     is_hard,
+    rounded_hard,
 )
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
@@ -72,25 +73,29 @@ def find_hard(
         methods: Name -> method. Without groups (Fairy2i), no layer is hard already.
 
     Returns:
-        The group sizes. If bfloat16 rounds a scale, there is a warning.
+        The group sizes. If a scale has more bits than the method can hold, there is a warning.
 
     Raises:
         InputError: If the method's group size would change a layer. The message names the layer,
             its group size and a group size that fits all layers of this method.
     """
     found: dict[str, GroupSize] = {}
-    widths, wrong, change = {}, [], 0.0
+    widths, wrong, changes = {}, [], dict[str, float]()
     for name, weight in weights:
         method = methods[name]
         if not isinstance(method, GroupMethod):
             continue
-        size = find_group_size(weight, method.levels)
-        fits = is_hard(weight, method.group_size, method.levels)
+        options: Any = {"levels": method.levels, "any_scale": method.levels == TWO_BIT}
+        size = find_group_size(weight, **options)
+        fits = is_hard(weight, method.group_size, **options)
         if size or fits:
             found[name], widths[name] = size or method.group_size, weight.shape[1]
             wrong += [] if fits else [name]
-            scales, rounded = weight.float().abs(), weight.bfloat16().float().abs()
-            change = max(change, float((rounded / scales - 1).nan_to_num(0).abs().max()))
+        if fits:
+            kept = "6 significant bits" if method.levels == TWO_BIT else "bfloat16"
+            share = rounded_hard(method, weight).float() / weight.float()
+            change = float((share - 1).nan_to_num(0).abs().max())
+            changes[kept] = max(change, changes.get(kept, 0.0))
     found = named_alike(found, widths)
     if wrong:
         method: Any = methods[wrong[0]]
@@ -103,8 +108,11 @@ def find_hard(
             f"quantizer.group_size {method.group_size} would change it; set "
             f"quantizer.group_size={remedy}"
         )
-    if change:
-        warn_once(f"scales of the pretrained model are rounded to bfloat16, by up to {change:.2%}")
+    for kept, change in changes.items():
+        if change:
+            warn_once(
+                f"scales of the pretrained model are rounded to {kept}, by up to {change:.2%}"
+            )
     return found
 
 

@@ -113,6 +113,11 @@ class HuggingFaceTokenizer:
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
     @property
+    def prints_date(self) -> bool:
+        """Whether the chat template may print the date."""
+        return "strftime_now" in (self.chat_template or "")
+
+    @property
     def vocab_size(self) -> int:
         """The number of token ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)

@@ -78,7 +78,7 @@ from hestia_tune.reconstruction.window import (
     run_blocks,
     spans_to_train,
 )
-from hestia_tune.run import Run, TrainingRun, check_reconstruction
+from hestia_tune.run import Run, TrainingRun, check_reconstruction, keep_date
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import loader, outputs
@@ -308,6 +308,7 @@ class ReconstructionRecipe:
                 settings.
         """
         log.info(f"reading {self.settings.num_samples} samples, and the pretrained weights")
+        keep_date(self.parent)
         batches, seed = self._calibration_batches(), self.config.seed or 0
         self.data = TrainingData(self.config, self.parent.tokenizer, seed=seed)
         state = self.parent.pretrained.read(self.parent, self.parent.prepared)

@@ -81,6 +81,19 @@ def test_two_bits_and_ternary_weights_choose_each_other_with_scales_of_the_same_
         assert component_of("int2", own)["codebook"] == "int2"
 
 
+def test_scales_start_at_least_squares_in_all_linears_or_in_none():
+    learned = {"group_size": 64, "scale": "learned", "start": "least_squares"}
+    ternary = {"_component_": "hestia_tune.HestiaQATQuantizer"}
+    two_bit = {"_component_": "hestia_tune.TwoBit"}
+    for own, choice in ((ternary, "two_bit"), (two_bit, "ternary")):
+        method = make_component(component_of(choice, own | learned)).method
+        assert (method.scale, method.start) == ("learned", "least_squares")
+    # Ternary weights know no other share, and no start of a scale that is not learned.
+    for options in ({"scale": "learned", "start": 0.9}, {"start": "least_squares"}):
+        method = make_component(component_of("ternary", two_bit | options)).method
+        assert (method.scale, method.start) == (options.get("scale", "absmean"), "absmean")
+
+
 def test_bits_include_the_scales():
     assert bits_per_weight("ternary", 128) == Fraction(8, 5) + Fraction(1, 8)
     expected = {"binary": 1.25, "two_bit": 2.25, "int2": 2.25, "int4": 4.25}

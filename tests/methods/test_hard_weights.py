@@ -26,6 +26,7 @@ from hestia_tune.methods.groups import (
     find_group_size,
     is_hard,
     latent_of_hard,
+    rounded_hard,
 )
 
 SIZES = [32, 64, 128, "channel", "tensor"]
@@ -123,10 +124,27 @@ def test_zeros_fit_every_group():
     assert find_group_size(torch.zeros(3, 64)) == "tensor"
 
 
-def test_a_scale_that_bfloat16_rounds_is_found_for_three_levels_only():
-    w = hard_weight(TERNARY, 64) * 1.001
-    assert find_codes(w) == (TERNARY, 64)
-    assert find_codes(hard_weight(SYMMETRIC, 64) * 1.001) == (None, None)
+@pytest.mark.parametrize("factor", [1.001, -1.001])
+def test_scales_with_more_digits_are_found_except_for_symmetric_levels(factor):
+    for levels in (TERNARY, TWO_BIT):
+        w = hard_weight(levels, 64) * factor
+        assert find_codes(w) == (levels, 64)
+        assert is_hard(w, 64, levels, any_scale=True)
+    assert not is_hard(w, 64, TWO_BIT)  # files cannot hold the scale
+    assert find_codes(hard_weight(SYMMETRIC, 64) * factor) == (None, None)
+
+
+@pytest.mark.parametrize("scale", ["absmean", "learned"])
+@pytest.mark.parametrize("levels", [TERNARY, TWO_BIT])
+def test_two_bits_keep_the_codes_of_a_scale_with_more_digits(levels, scale):
+    w = hard_weight(levels, 64) * 1.003
+    method = TwoBitMethod(group_size=64, scale=scale)
+    hard = rounded_hard(method, w).float()
+    codes = method.hard(w, method.initial_parameters(w)) / hard
+    assert ((hard / w).nan_to_num(1) - 1).abs().max() < 2**-6  # half of the sixth digit
+    assert torch.equal(codes.nan_to_num(1), torch.ones_like(codes))
+    assert is_hard(hard, 64, TWO_BIT) and torch.equal(hard.sign(), w.sign())
+    assert torch.equal(latent_of_hard(method, hard), hard)
 
 
 @pytest.mark.parametrize(

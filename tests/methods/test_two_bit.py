@@ -249,6 +249,16 @@ def test_zero_groups_tiny_scales_and_numbers_that_are_not_finite(method):
     assert not method.hard(w, parameters)[:2].any()
 
 
+def test_a_group_that_was_tiny_grows_as_any_other():
+    """Its scale starts at the bound, which is huge beside its weights."""
+    method = TwoBitMethod(group_size=32)
+    for size in (1e-30, 1e-20, 1e-12):
+        parameters = method.initial_parameters(torch.full((1, 32), size) * torch.rand(1, 32))
+        w = 1e-3 * torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+        tau, one = scalars(0.3, 1.0, dtype=torch.float32)
+        assert method.effective_weight(w, tau, one, parameters).abs().max() < 0.01
+
+
 def test_temperature_that_fits_key_and_options():
     w = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
     for method in (TwoBitMethod(), TwoBitMethod(scale="learned", start=1.0)):

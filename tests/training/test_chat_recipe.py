@@ -27,7 +27,7 @@ from hestia_tune.errors import warn_once
 from hestia_tune.models import llama
 from hestia_tune.reconstruction import engine
 from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
-from hestia_tune.run import Run, TrainingRun
+from hestia_tune.run import DATE_FILE, Run, TrainingRun
 from hestia_tune.stages import measure_sensitivity
 from hestia_tune.training.loader import TrainingData, calibration_batches, texts_of
 
@@ -149,14 +149,57 @@ def reference_loss(chat_dir, output, batches):
     return total / count
 
 
-@pytest.mark.parametrize("component", [HELD, STREAM, "torchtune.datasets.chat_dataset"])
-def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatch, component):
-    """The template prints the date of the run's start, also in data that is held in memory."""
-    folder = shutil.copytree(chat_dir, tmp_path / "dated")
+def dated_folder(chat_dir, folder):
+    """Copy a folder, and let its template print the date."""
+    shutil.copytree(chat_dir, folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}" + TURNS
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def let_years_pass(monkeypatch):
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2031, 9, 1)
+
+    for module in ("hestia_tune.models.tokenizers", "hestia_tune.run"):
+        monkeypatch.setattr(f"{module}.date", Later)
+
+
+def test_stages_before_the_training_keep_the_date_of_their_start(
+    chat_dir, tmp_path, chats, monkeypatch
+):
+    """Sensitivity and reconstruction identify their chats by the tokens, which hold the date."""
+    folder, out = dated_folder(chat_dir, tmp_path / "dated"), tmp_path / "out"
+    few = (*FEW, "sensitivity_estimation.num_samples=3", "sensitivity_estimation.num_probes=2")
+    cfg = config(folder, out, chats, *few, dataset=dataset_of("packed", chats))
+    measure_sensitivity(Run.of(RunConfig.parse(cfg)))
+    first = Run.of(cfg)
+    ReconstructionRecipe(first).run()
+    let_years_pass(monkeypatch)
+    again = Run.of(cfg)
+    assert again.tokenizer.date == first.tokenizer.date != "2031-09-01"
+    monkeypatch.setattr("hestia_tune.stages._measure", None)  # nothing is measured again
+    measure_sensitivity(again)
+    recipe = ReconstructionRecipe(again)
+    recipe.run()
+    assert not recipe.computed
+    assert run_qat(cfg) == 0
+    assert Run.of(OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "other")})).tokenizer.date == (
+        "2031-09-01"
+    )
+    (out / DATE_FILE).write_text("yesterday")
+    with pytest.raises(ValueError, match=f"{DATE_FILE} must hold a date such as .* delete it"):
+        Run.of(cfg)
+
+
+@pytest.mark.parametrize("component", [HELD, STREAM, "torchtune.datasets.chat_dataset"])
+def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatch, component):
+    """The template prints the date of the run's start, also in data that is held in memory."""
+    folder = dated_folder(chat_dir, tmp_path / "dated")
     data, most = section(chats / "train.jsonl", component), "tokenizer.max_seq_len=48"
     if "torchtune" in component:
         del data["seq_len"]
@@ -166,13 +209,7 @@ def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatc
     stop = signal_at(3, "SIGINT")
     assert not run(config(folder, tmp_path / "cut", chats, most, *stop, dataset=data)).finished
 
-    class Later(datetime.date):
-        @classmethod
-        def today(cls):
-            return datetime.date(2031, 9, 1)
-
-    for module in ("hestia_tune.models.tokenizers", "hestia_tune.run"):
-        monkeypatch.setattr(f"{module}.date", Later)
+    let_years_pass(monkeypatch)
     resume = "resume_from_checkpoint=True"
     assert run(config(folder, tmp_path / "cut", chats, most, resume, dataset=data)).finished
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -118,15 +119,15 @@ def test_replies_are_what_the_model_samples_behind_each_prompt(chat_model):
     )
     prompts = [[5, 20, 30], [9], [7] * 20]
     end = generation.End([END])
-    together = generation._turns(model, tokenizer, prompts, 6, end, settings)
-    for prompt, ids in zip(prompts, together, strict=True):
-        assert [ids] == generation._turns(model, tokenizer, [prompt], 6, end, settings)
+    together = generation._turns(model, tokenizer, prompts, [6, 2, 4], end, settings)
+    for prompt, ids, count in zip(prompts, together, [6, 2, 4], strict=True):
+        assert [ids] == generation._turns(model, tokenizer, [prompt], [count], end, settings)
 
 
 class Counting:
     """A model whose next token follows from the sum of all real tokens before it."""
 
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), SimpleNamespace()
 
     def __init__(self):
         self.sizes = []
@@ -144,8 +145,9 @@ def test_rows_that_have_ended_leave_the_batch(chat_model):
     tokenizer, model = HuggingFaceTokenizer(str(chat_model)), Counting()
     settings = GeneratedConfig(num_sequences=1, seq_len=512, cache_dir="x")
     prompts, end = [[number] * (1 + number % 5) for number in range(40, 80)], generation.End([7])
-    found = generation._turns(model, tokenizer, prompts, 300, end, settings)
-    whole = generation._turns(Counting(), tokenizer, prompts, 300, generation.End([]), settings)
+    counts = [300] * len(prompts)
+    found = generation._turns(model, tokenizer, prompts, counts, end, settings)
+    whole = generation._turns(Counting(), tokenizer, prompts, counts, generation.End([]), settings)
     assert model.sizes[0] == 40 > model.sizes[1] >= model.sizes[-1] and len(model.sizes) > 2
     for ids, one in zip(found, whole, strict=True):
         last = one.index(7) + 1 if 7 in one else 300
@@ -180,7 +182,7 @@ def test_a_text_that_ends_a_turn_stops_the_generation(tmp_path):
     tokenizer = HuggingFaceTokenizer(str(folder))
     settings = GeneratedConfig(num_sequences=1, seq_len=64, cache_dir="x", chats=True)
     end = generation.End([0, tokenizer.pad_id], text="e")
-    found = generation._turns(model, tokenizer, [[9]] * 32, 40, end, settings)
+    found = generation._turns(model, tokenizer, [[9]] * 32, [40] * 32, end, settings)
     [letter] = tokenizer.tokenizer.encode("e").ids
     cut = [ids for ids in found if letter in ids]
     assert cut and all({*ids[ids.index(letter) + 1 :]} <= {tokenizer.pad_id} for ids in cut)
@@ -203,6 +205,45 @@ def test_every_family_writes_text_and_chats(tmp_path, family):
     generate(cfg)
     assert rows_of(tmp_path / "chats")
     assert (tmp_path / "text" / "tokens.bin").stat().st_size == 4 * SEQ_LEN * 2
+
+
+def test_two_sets_with_one_folder_are_refused_before_one_is_written(chat_model, tmp_path):
+    cfg = config(chat_model, tmp_path / "run")
+    cfg.dataset = [cfg.dataset | {"weight": 0.5}, cfg.dataset | {"weight": 0.5, "chats": False}]
+    with pytest.raises(ValueError, match="two generated sets have the cache_dir .*chats, but not"):
+        generate(cfg)
+    assert not [*tmp_path.glob("chats*")]
+    cfg.dataset[1] = cfg.dataset[0] | {"epochs": 3}  # one set, read twice
+    generate(cfg)
+    assert rows_of(tmp_path / "chats")
+
+
+def test_no_row_goes_beyond_the_positions_of_a_model(tmp_path):
+    """OPT has an embedding for each of its 128 positions, and prompts differ in length."""
+    folder = make_chat_model(tmp_path / "model", "OPT")
+    model, tokenizer = (
+        model_of_transformers(folder, torch.float32),
+        HuggingFaceTokenizer(str(folder)),
+    )
+    settings = GeneratedConfig(num_sequences=1, seq_len=128, cache_dir="x")
+    prompts, counts = [[9] * 100, [9] * 5, [9] * 60], [28, 123, 40]
+    found = generation._turns(model, tokenizer, prompts, counts, generation.End([]), settings)
+    assert [len(ids) for ids in found] == counts
+
+
+def test_a_chat_that_the_template_makes_too_long_is_left_out(chat_model, tmp_path):
+    """This template adds to replies what the model has not written."""
+    thought = "('<think>' * 40 if m['role'] == 'assistant' else '')"
+    template = TURNS.replace("+ m['content']", f"+ {thought} + m['content']")
+    folder = make_chat_model(tmp_path / "model", template=template)
+    options = {"num_sequences": 64, "batch_size": 64}
+    generate(config(folder, tmp_path / "run", **options))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    for row in rows_of(tmp_path / "chats"):
+        text = tokenizer.of_transformers.apply_chat_template(row["messages"], tokenize=False)
+        assert len(tokenizer.tokenizer.encode(text)) <= SEQ_LEN and "<think>" * 40 in text
+    generate(config(chat_model, tmp_path / "plain" / "run", **options))
+    assert len(rows_of(tmp_path / "chats")) < len(rows_of(tmp_path / "plain" / "chats"))
 
 
 def test_a_stop_changes_nothing(chat_model, tmp_path, monkeypatch):
@@ -307,7 +348,10 @@ def test_epochs_and_damage(chat_model, tmp_path):
     [
         ("template", "no chat template; use the tokenizer of a chat model, or put its"),
         ("hidden", "does not show where a turn begins"),
-        ("endless", r"none of 22 chats that the model has written ends within 96 tokens; raise"),
+        (
+            "endless",
+            r"none of 22 chats .* can be kept: none ends within 96 tokens without .* raise",
+        ),
         ("text", "holds no set of generated chats: no index.json"),
         ("unknown", "transformers generates the data of self_generated_dataset, and it cannot"),
     ],

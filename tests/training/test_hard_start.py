@@ -14,7 +14,7 @@ from tiny import SHAPE, logged, make_config, run, signal_at
 from hestia_tune.blocks import as_one
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.config.run_config import RunConfig
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, warn_once
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
 from hestia_tune.methods.two_bit import TwoBitMethod
@@ -235,6 +235,43 @@ def test_scales_that_bfloat16_rounds_are_rounded_with_a_warning(tmp_path, caplog
     (tmp_path / "rounded" / "config.json").write_text((folder / "config.json").read_text())
     assert_starts_from(tmp_path / "rounded", make_config(folder, tmp_path / "out", *STRAIGHT))
     assert "scales of the pretrained model are rounded to bfloat16, by up to 0." in caplog.text
+
+
+@pytest.mark.parametrize("schedule", [STRAIGHT, ("schedule.rho=0.5",)])
+@pytest.mark.parametrize("codes", [(-1.0, 0.0, 1.0, 2.0), (-2.0, -1.0, 0.0, 1.0), (-1.0, 0.0, 1.0)])
+def test_four_levels_adopt_scales_in_half_precision(tmp_path, caplog, codes, schedule):
+    """As other programs write them: 11 significant bits, of which four levels keep 6."""
+
+    def source(weight):
+        generator = torch.Generator().manual_seed(weight.numel())
+        scale = torch.rand(weight.numel() // 32, 1, generator=generator).half().float() * 0.02
+        index = torch.randint(len(codes), (len(scale), 32), generator=generator)
+        return (torch.tensor(codes)[index] * scale).view_as(weight)
+
+    warn_once.cache_clear()
+    folder = make_hard(tmp_path / "source", lambda weight: weight)
+    state = {
+        name: source(weight) if is_linear(name) else weight.float()
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", torch_dtype="float32")
+    convert = ("convert.source=pretrained", "convert.formats=[huggingface]")
+    cfg = make_config(folder, tmp_path / "out", *schedule, *convert)
+    cfg.quantizer = {"_component_": "hestia_tune.TwoBit", "group_size": 32}
+    recipe = ConvertRecipe(cfg)
+    recipe.run()
+    found = load_file(recipe.output / "huggingface" / "model.safetensors")
+    for name in filter(is_linear, state):
+        share = found[name].float() / state[name]
+        assert torch.equal(found[name].float().sign(), state[name].sign())
+        assert (share.nan_to_num(1) - 1).abs().max() < 2**-6
+    assert "scales of the pretrained model are rounded to 6 significant bits" in caplog.text
+    trained = {"optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+    run(OmegaConf.merge(cfg, trained))
+    after = dense(tmp_path / "out" / "hard_model")
+    for name in filter(is_linear, state):
+        assert torch.equal(after[name].float(), found[name].float()), name
 
 
 def test_a_run_resumes_exactly(tmp_path):
