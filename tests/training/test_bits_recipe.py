@@ -15,6 +15,7 @@ from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
 from hestia_tune.methods.straight_through import round_embedding
+from hestia_tune.models.contents import read_gguf
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import choose_bits
@@ -96,6 +97,34 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     assert f"the choices come from {path}" in caplog.text and "edited" not in caplog.text
     assert (folder / "hard_model" / "model-00001-of-00001.safetensors").read_bytes() == weights
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("component", ["HestiaQATQuantizer", "TwoBit"])
+def test_ternary_weights_and_four_levels_share_a_budget(model_dir, tmp_path, component):
+    """All three stages, resumed once, and a file whose weights are those of the hard model."""
+    stages = ("reconstruction=auto", "reconstruct.num_samples=8", "reconstruct.batch_size=4")
+    stages += ("reconstruct.epochs=1", "reconstruct.kl_blocks=2", "schedule.alpha=0")
+    budget = ("bits.average=2.3", "bits.choices=[ternary,two_bit]", "bits.by=error")
+    learned = ("quantizer.scale=learned", "quantizer.start=least_squares")
+    steps = ("max_steps=4", "save_every_n_steps=2", "convert.formats=[gguf]")
+    cfg = make_config(model_dir, tmp_path, *stages, *budget, *learned, *steps)
+    cfg.quantizer._component_ = f"hestia_tune.{component}"
+    assert run_qat(cfg) == 0
+    choices = choices_in(tmp_path)
+    assert {*choices.values()} == {"ternary", "two_bit"}
+    description = json.loads((tmp_path / "hard_model" / "hestia.json").read_text())
+    options = "group_size=32, scale=learned, start=least_squares"
+    own = "ternary" if component == "HestiaQATQuantizer" else "two_bit"
+    expected = {n: f"{choice}, {options}" for n, choice in choices.items() if choice != own}
+    assert description["methods"] == expected
+    weights = (tmp_path / "hard_model" / "model-00001-of-00001.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    assert run_qat(OmegaConf.merge(cfg, {"resume_from_checkpoint": True})) == 0
+    assert (tmp_path / "hard_model" / "model-00001-of-00001.safetensors").read_bytes() == weights
+    recipe = ConvertRecipe(cfg)
+    recipe.run()  # compares what it has written
+    kinds = {each.stored for each in read_gguf(recipe.output / "model.gguf").values()}
+    assert "Q2_0" in kinds or "Q4_0" in kinds
 
 
 def test_the_embedding_of_a_trained_model_can_be_rounded(finished, tmp_path):
