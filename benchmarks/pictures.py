@@ -95,7 +95,7 @@ def sizes(page: str) -> Figure:
 
     A curve joins the files of one maker that no smaller file of the same maker beats.
     """
-    table = page.partition("## Equal bytes")[2].partition("\n## ")[0]
+    table = page.partition("## Equal bytes")[2].partition("\n##")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     files: dict[bool, list[tuple[float, float, str]]] = {False: [], True: []}
@@ -115,7 +115,7 @@ def sizes(page: str) -> Figure:
         axis.plot(*zip(*best, strict=True), color=color, marker="o", markersize=4)
         for size, loss, label in found:
             axis.plot(size, loss, "o", color=color, markersize=4)
-            if maker == "llama.cpp" or loss > 3.5:
+            if (maker == "llama.cpp" or loss > 3.5) and "chats" not in label:
                 at = {"xytext": (6, 3), "textcoords": "offset points", "color": color}
                 axis.annotate(label, (size, loss), **at)
     axis.text(73, 3.9, "hestia_tune", color="C0", weight="bold")

@@ -540,15 +540,12 @@ def is_hard(
     return fits(weight[:_FIRST_ROWS]) and fits(weight)
 
 
-def find_group_size(
-    weight: Tensor, levels: Levels = TERNARY, *, any_scale: bool = False
-) -> GroupSize | None:
+def find_group_size(weight: Tensor, levels: Levels = TERNARY) -> GroupSize | None:
     """Return the largest group size at which a weight is hard.
 
     Args:
         weight: The weight (out_features, in_features).
-        levels: The codes.
-        any_scale: As for `is_hard`.
+        levels: The codes. With TWO_BIT, the scale may be any number too.
 
     Returns:
         "tensor", "channel", or the largest multiple of 32 that divides in_features and fits. None
@@ -557,7 +554,7 @@ def find_group_size(
     width = weight.shape[1]
     multiples = (size for size in range(width // 32 * 32, 0, -32) if width % size == 0)
     sizes: list[GroupSize] = ["tensor", "channel", *multiples]
-    fits = partial(is_hard, weight, levels=levels, any_scale=any_scale)
+    fits = partial(is_hard, weight, levels=levels, any_scale=levels == TWO_BIT)
     return next((size for size in sizes if fits(size)), None)
 
 
@@ -571,7 +568,7 @@ def find_codes(weight: Tensor) -> tuple[Levels, GroupSize] | tuple[None, None]:
         The codes and the group size; or None and None for another weight.
     """
     for levels in CODEBOOKS:
-        if size := find_group_size(weight, levels, any_scale=levels == TWO_BIT):
+        if size := find_group_size(weight, levels):
             return levels, size
     return None, None
 

@@ -85,9 +85,9 @@ def find_hard(
         method = methods[name]
         if not isinstance(method, GroupMethod):
             continue
-        options: Any = {"levels": method.levels, "any_scale": method.levels == TWO_BIT}
-        size = find_group_size(weight, **options)
-        fits = is_hard(weight, method.group_size, **options)
+        levels = method.levels
+        size = find_group_size(weight, levels)
+        fits = is_hard(weight, method.group_size, levels, any_scale=levels == TWO_BIT)
         if size or fits:
             found[name], widths[name] = size or method.group_size, weight.shape[1]
             wrong += [] if fits else [name]
